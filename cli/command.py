@@ -216,6 +216,24 @@ def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = Fals
         typer.echo(line if as_json else f"# {line}", err=as_json)
 
 
+def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool = False) -> None:
+    """Say after a dry run, a comment each, which parts of a conversation the chat template leaves out.
+
+    Raises UsageError for one that cannot be used.
+    """
+    from ..node.config.evaluation import EvalConfig
+    from ..node.config.run import RunConfig
+    from ..node.ops.doctor import check_template
+
+    models = config.models if isinstance(config, EvalConfig) else [config.model.name]
+    environments = config.mixture if isinstance(config, RunConfig) else ()
+    variables = [one.chat_template_kwargs for one in environments] or [{}]
+    for check in (check for model in models for check in check_template(model, variables)):
+        if check.state == "problem":
+            raise UsageError(check.advice)
+        typer.echo(f"{'' if as_json else '# '}{check.name}: {check.found}", err=as_json)
+
+
 # -- the node to ask -------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from .command import (
     run_to_end,
     show_config,
     show_environments,
+    show_template,
 )
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def run(
     if dry_run:
         show_config(config, as_json=as_json)
         show_environments(config, as_json=as_json)
+        show_template(config, as_json=as_json)
         return
     from ..node.app.daemon import check_present
     from ..node.app.eval import evaluate

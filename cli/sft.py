@@ -16,6 +16,7 @@ from .command import (
     read_config,
     run_to_end,
     show_config,
+    show_template,
 )
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     check_model(config)
     if dry_run:
         show_config(config, as_json=as_json)
+        show_template(config, as_json=as_json)
         return
     from ..node.app.sft import sft
     from ..node.sft.data import find_files

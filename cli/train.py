@@ -20,6 +20,7 @@ from .command import (
     run_to_end,
     show_config,
     show_environments,
+    show_template,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
     if dry_run:
         show_config(config, as_json=as_json)
         show_environments(config, as_json=as_json)
+        show_template(config, as_json=as_json)
         return
     check_found(config)
     from .live import open_view, print_summary
@@ -123,6 +125,7 @@ def rl(
         for line in placement.lines():
             typer.echo(line if as_json else f"# {line}", err=as_json)
         show_environments(config, as_json=as_json)
+        show_template(config, as_json=as_json)
         return
     from ..node.app.daemon import check_present
     from ..node.launch.launcher import launch

@@ -18,6 +18,8 @@ from .numerics import ClassBounds, NumericsClass
 from .pipelines import MAX_STAGES
 from .version import MAX_LEASE
 
+MAX_BRANCHES = 64
+"""Branches of a rollout."""
 MAX_BRANCH_TOKENS = 2**20
 MAX_REJECTIONS = 128
 MAX_EVIDENCE = 256
@@ -67,7 +69,7 @@ WITHDRAWN = "withdrawn: "
 class RolloutRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One rollout of a task; `error` says why there are no branches."""
 
-    branches: Annotated[tuple[BranchRecord, ...], msgspec.Meta(max_length=64)]
+    branches: Annotated[tuple[BranchRecord, ...], msgspec.Meta(max_length=MAX_BRANCHES)]
     reward: float
     error: Annotated[str, msgspec.Meta(max_length=512)]
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..config.engine import EngineConfig
 from ..config.evaluation import EndpointConfig, EvalConfig
 from ..config.run import EnvironmentConfig, EvaluatedEnvironment
-from ..environments.chat import ChatFormat
+from ..environments.chat import ChatFormat, dated
 from ..environments.chat_api import read_key
 from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
@@ -36,7 +36,7 @@ from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..ops.errors import UsageError
 from ..ops.logs import configure
-from ..storage.run_files import CONFIG, claim, held, write
+from ..storage.run_files import CONFIG, begun_on, claim, held, write
 from .factories import make_environment
 
 MAX_TOKENS = 512
@@ -178,11 +178,17 @@ class _Evaluation:
         self, one: Candidate, loader: "_Loader", environments: "_Started"
     ) -> EvalModel:
         engine = self._config.engine
+        date = await asyncio.to_thread(dated, {}, one.model_dir, begun_on(self._config.directory))
         return EvalModel(
             name=one.name,
             kind="local",
             identity=await asyncio.to_thread(identity, one),
-            how=engine.model_dump(mode="json", include={"type", "dtype", "max_model_len", "vllm"}),
+            how={
+                **engine.model_dump(
+                    mode="json", include={"type", "dtype", "max_model_len", "vllm"}
+                ),
+                **date,
+            },
             at_once=BATCHES * engine.max_batch * engine.dp,
             policy=lambda: loader.policy(one),
             environment=environments.get,
@@ -192,7 +198,14 @@ class _Evaluation:
     def _environment(self, model_dir: Path) -> Callable[[EvaluatedEnvironment], Environment]:
         sampling, make = self._config.sampling, self._factories.environment
         limits = (self._config.seed, sampling.max_tokens, sampling.temperature)
-        return lambda one: make(one, model_dir, *limits)
+        begun = begun_on(self._config.directory)
+
+        def make_dated(one: EvaluatedEnvironment) -> Environment:
+            variables = dated(one.chat_template_kwargs, model_dir, begun)
+            own = one.model_copy(update={"chat_template_kwargs": variables})
+            return make(own, model_dir, *limits)
+
+        return make_dated
 
     async def endpoint(self, endpoint: EndpointConfig, key: str) -> None:
         """Measure a model behind an API."""

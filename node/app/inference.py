@@ -19,7 +19,7 @@ from ..api.server import HttpServer, Routes, Served, serving
 from ..api.vllm_proxy import ProxyTargets, VllmProxy, api_options
 from ..config.run import JoinConfig
 from ..config.serving import ApiConfig, ServeConfig
-from ..environments.chat import ChatFormat
+from ..environments.chat import ChatFormat, dated
 from ..environments.environment import EnvironmentFailed
 from ..evaluation.candidates import Candidate, candidate, read
 from ..inference.adapted import adapted
@@ -29,6 +29,7 @@ from ..models.model_files import vocab_size
 from ..ops.control import Status
 from ..ops.errors import UsageError
 from ..process.tasks import end_tasks
+from ..storage.run_files import today
 from ..worker.weight_sync import WeightSync
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
@@ -56,7 +57,10 @@ async def open_server(
     `hosted` is what `engine` holds where that merges adapters, else `engine` itself. Raises NodeError.
     """
     try:
-        chat = await asyncio.to_thread(ChatFormat.load, model_dir, needs_template=False)
+        date = await asyncio.to_thread(dated, {}, model_dir, today())
+        chat = await asyncio.to_thread(
+            ChatFormat.load, model_dir, needs_template=False, defaults=date
+        )
     except EnvironmentFailed as error:
         raise UsageError(f"this model cannot be served: {error}") from error
     api = bounded(config)

@@ -34,7 +34,7 @@ from ..config.run import (
     SamplingConfig,
 )
 from ..config.training import TrainingConfig
-from ..environments.chat import ChatFormat
+from ..environments.chat import ChatFormat, dated
 from ..environments.environment import EnvironmentFailed
 from ..environments.leased_prompts import LeasedPrompts
 from ..evaluation.candidates import candidate, read
@@ -45,7 +45,7 @@ from ..ops.errors import UsageError
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
 from ..storage.ledger import MANIFEST, Ledger, readable
-from ..storage.run_files import CONFIG, check_kinds, claim, write_private
+from ..storage.run_files import CONFIG, begun_on, check_kinds, claim, write_private
 from ..trainer import run_manifest
 from ..trainer.leased_replies import (
     LeasedReplies,
@@ -294,7 +294,8 @@ class JudgeNode(IssuingNode):
     ) -> AsyncGenerator[str]:
         """Answer chats until the block ends; gives the base URL."""
         try:
-            chat = await asyncio.to_thread(ChatFormat.load, model_dir)
+            date = await asyncio.to_thread(dated, {}, model_dir, begun_on(self._config.run_dir))
+            chat = await asyncio.to_thread(ChatFormat.load, model_dir, defaults=date)
         except EnvironmentFailed as error:
             raise UsageError(f"this model cannot be a judge: {error}") from error
         limit = run.limits.max_model_len

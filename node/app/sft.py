@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..config.run import EnvironmentConfig, ResumeConfig
 from ..config.sft import SftConfig
+from ..environments.chat import dated
 from ..environments.environment import Environment, EnvironmentFailed
 from ..ops.errors import RankFailed, UsageError
 from ..ops.logs import configure
@@ -79,6 +80,7 @@ class _SftRun:
         self._watch = watch
         self._factories = factories
         self._clock = PhaseClock()
+        self._begun = run_files.begun_on(config.run_dir)
 
     async def run(self) -> None:
         """Train from the model to summary.json."""
@@ -102,13 +104,17 @@ class _SftRun:
         if wanted is None:
             return None
         length = self._config.training.seq_len
+        variables = dated(wanted.chat_template_kwargs, model_dir, self._begun)
+        wanted = wanted.model_copy(update={"chat_template_kwargs": variables})
         return self._factories.environment(wanted, model_dir, self._config.seed, length, 1.0)
 
     async def _data(self, environment: Environment | None, model_dir: Path) -> Data:
         with self._clock.phase("data"):
             if environment is None:
                 cache = self._config.run_dir / "data"
-                return await asyncio.to_thread(open_rows, self._config, model_dir, cache)
+                return await asyncio.to_thread(
+                    open_rows, self._config, model_dir, cache, self._begun
+                )
             try:
                 await environment.start()
             except EnvironmentFailed as error:

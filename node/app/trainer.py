@@ -17,7 +17,7 @@ from ...protocol.leases import LeaseBook, TaskQueue
 from ...protocol.reputation import ban_test
 from ...protocol.trust import RunDocuments
 from ..config.run import RunConfig
-from ..environments.chat import ChatFormat
+from ..environments.chat import DATE, ChatFormat
 from ..environments.chat_api import open_api, read_key
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
@@ -45,7 +45,7 @@ from ..process.tasks import end_tasks
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
-from ..storage.run_files import ROLLOUTS, weights_dir
+from ..storage.run_files import ROLLOUTS, begun_on, weights_dir
 from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher
@@ -317,6 +317,10 @@ class TrainerNode(IssuingNode):
             with self._clock.phase("start"):
                 model_dir = await rundir.prepare_model(self._config, self._config.run_dir / "model")
                 await rundir.prepare_teacher(self._config.training)
+                self._config = await asyncio.to_thread(
+                    *(run_manifest.dated_config, self._config, self.key.node_id, ledger, model_dir),
+                    begun_on(self._config.run_dir),
+                )
                 environments = self._environments = self._factories.mixture(self._config, model_dir)
                 for environment in environments:
                     cleanup.push_async_callback(environment.close)
@@ -393,7 +397,10 @@ class TrainerNode(IssuingNode):
         if not template:
             return None
         try:
-            chat = await asyncio.to_thread(ChatFormat.load, model_dir)
+            date = self._config.mixture[0].chat_template_kwargs.get(DATE)
+            chat = await asyncio.to_thread(
+                ChatFormat.load, model_dir, defaults={} if date is None else {DATE: date}
+            )
         except EnvironmentFailed as error:
             raise UsageError(str(error)) from error
         losses = [one.loss for one in self._config.training_on().values()]

@@ -131,6 +131,8 @@ def _check_seed(text: str) -> str:
 MAX_SEEDS = 16
 MAX_ENVIRONMENTS = 64
 """See protocol/manifests.py, which is not imported for a --help."""
+MAX_BRANCHES = 64
+"""See protocol/rollouts.py."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 SeedUrl = Annotated[str, AfterValidator(_check_seed)]
@@ -258,13 +260,27 @@ class EnvironmentConfig(BaseConfig):
     """Form of the model's tool calls, by vLLM's name of the parser that reads it (`hermes`, `qwen3_coder`,
     `glm45`, `deepseek_v3`); `auto` finds it by the chat template. For environments with tools."""
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
-    """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them."""
+    """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them. A
+    template that writes the date writes that of `strftime_now`, by default the day on which the run began."""
+    earlier_reasoning: Literal["keep", "drop", "branch"] = "keep"
+    """What later turns are shown of the reasoning of earlier ones. `keep`: all of it, as it was drawn; the
+    conversation is one sample. `drop`: none, as a chat server is sent it back; each turn is a sample. `branch`:
+    all of it until the next message of a user, and a new sample begins there."""
     stop: Annotated[list[StopString], Field(max_length=8)] = []
     """Strings that end a reply: with the first token that completes one, which stays in the reply."""
     deterministic_tools: bool = True
     """Whether equal tool calls always have equal results, so that a rollout can be played again to check it.
     Set false for tools that search, draw or look at a clock: then such a rollout cannot be checked, and a
     worker's tool results and rewards are believed."""
+
+    @model_validator(mode="after")
+    def _has_few_samples(self) -> Self:
+        if self.earlier_reasoning != "keep" and self.max_turns > MAX_BRANCHES:
+            raise ValueError(
+                f"max_turns: a rollout has {MAX_BRANCHES} samples at most, and earlier_reasoning = "
+                f"'{self.earlier_reasoning}' may make one of each turn; lower it to {MAX_BRANCHES}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _can_find_stops(self) -> Self:

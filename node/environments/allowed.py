@@ -291,11 +291,12 @@ def _rewards(one: TrainedEnvironment) -> Literal["recomputed", "sampled", "claim
 def _published(one: TrainedEnvironment) -> bytes:
     """Encode the options for the manifest as JSON.
 
-    Without a judge and variables of the template they are the bytes of releases before these, so that runs of
-    those releases go on.
+    Defaults of options that came later are left out: they are the bytes of releases before these, so that runs
+    of those releases go on.
     """
-    told = one.published()
-    later = {name for name in ("judge", "chat_template_kwargs") if not getattr(told, name)}
+    told, default = one.published(), EnvironmentConfig()
+    names = ("judge", "chat_template_kwargs", "earlier_reasoning")
+    later = {name for name in names if getattr(told, name) == getattr(default, name)}
     later.add("stop")  # in the contract's sampling
     return told.model_dump_json(exclude=later).encode()
 

@@ -6,12 +6,16 @@ template came with the model, so it runs in jinja's sandbox.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date as Date
+from datetime import datetime, time
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...protocol.recent import RecentDict
 from ..models.tokenizer_files import (
     DEFAULT,
     SPECIAL_NAMES,
@@ -35,7 +39,16 @@ NO_TEMPLATE = "{{ raise_exception('the model has none') }}"
 CHAT_FILES = ("tokenizer.json", *TOKENIZER_FILES, "generation_config.json", "config.json")
 """Files of a model's directory that ChatFormat.load() reads."""
 _MARK = "primerl-reply-ends-here"
+_ASKED: Message = {"role": "user", "content": "a"}
+DATE = "strftime_now"
+"""Function of templates that writes the date: the value of this name in chat_template_kwargs."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, as transformers reads them."""
 PROBE = "primerl_probe"
+THINK = ("<think>", "</think>")
+"""Marks of reasoning where the template does not tell others."""
+_MOST_SHAPES = 4096
+"""Shapes of conversations that are remembered as checked."""
 FORMS = (
     (r"<tool_call>\s*<function=", "qwen3_coder", "qwen3"),
     (rf"<tool_call>\s*{PROBE}", "glm45", "glm45"),
@@ -53,9 +66,13 @@ _TEMPLATE_FAULTS = (
 )
 """Exceptions that mistakes in a model's template raise, besides jinja's errors."""
 _GIVEN = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", *SPECIAL_NAMES}
+    {"messages", "tools", "documents", "add_generation_prompt", DATE, *SPECIAL_NAMES}
 )
 """Variables of templates that are not options: set on all nodes alike, or on none."""
+
+
+class TemplateFault(EnvironmentFailed):
+    """The chat template leaves out a part of a conversation, or repeats it."""
 
 
 class Chat(Protocol):
@@ -87,6 +104,10 @@ class Chat(Protocol):
 
     def text(self, reply: Sequence[int]) -> str:
         """Return the text of a reply."""
+        ...
+
+    def without_reasoning(self, text: str) -> str:
+        """Return the text of a reply without its reasoning, as a server gives it to a client."""
         ...
 
     def reply(self, text: str) -> list[int]:
@@ -123,6 +144,9 @@ class ChatFormat:
         """Variables of the template besides the conversation, such as `enable_thinking`."""
         self._defaults = dict(defaults or {})
         self._pieces: dict[int, bytes] = {}
+        self._checked = RecentDict[object, bool](_MOST_SHAPES)
+        """Shapes of conversations that the template keeps; for continuations, whether with the call."""
+        self._marked_replies = RecentDict[object, str](_MOST_SHAPES)
 
     @classmethod
     def load(
@@ -135,7 +159,7 @@ class ChatFormat:
         """Read tokenizer.json, the chat template and the stop tokens. Raises EnvironmentFailed.
 
         Without `needs_template` a model may lack a template; prompt() then raises instead. `defaults` are
-        values of options that the template must have.
+        values of options that the template must have; that of DATE is the date that it writes, as 2026-11-29.
         """
         from tokenizers import Tokenizer
 
@@ -152,14 +176,14 @@ class ChatFormat:
             ) from error
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        try:
-            files = read_tokenizer_files(model_dir)
-        except EngineError as error:
-            raise EnvironmentFailed(str(error)) from error
-        template, asked = _compile(_template_text(model_dir, files, needed=needs_template))
+        files = _read_files(model_dir)
+        values = dict(defaults or {})
+        day = _day(values.get(DATE))
+        template, asked = _compile(_template_text(model_dir, files, needed=needs_template), day)
         options = asked - _GIVEN - files.special.keys()
-        if unknown := sorted(set(defaults or ()) - options):
-            has = ", ".join(sorted(options)) or "nothing"
+        known = options | (asked & {DATE})
+        if unknown := sorted(values.keys() - known):
+            has = ", ".join(sorted(known)) or "nothing"
             raise EnvironmentFailed(
                 f"chat_template_kwargs: the model's chat template uses {has}, not {', '.join(unknown)}"
             )
@@ -168,7 +192,7 @@ class ChatFormat:
             template,
             variables=files.special,
             options=options,
-            defaults=defaults,
+            defaults={name: value for name, value in values.items() if name != DATE},
             stop_token_ids=_stop_token_ids(
                 model_dir, tokenizer, files.special.get("eos_token", "")
             ),
@@ -179,9 +203,68 @@ class ChatFormat:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the token ids of a conversation up to the model's turn.
 
-        Raises EnvironmentFailed if the template refuses it.
+        Raises EnvironmentFailed if the template refuses it, TemplateFault if it would lose a part of it.
         """
-        return self.encode(self.render(messages, tools=tools))
+        return self.encode(self.prompt_text(messages, tools))
+
+    def prompt_text(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """Return the text of prompt()."""
+        text = self.render(messages, tools=tools)
+        shape = (_shape(messages), bool(tools))
+        if shape not in self._checked:
+            marked = _Marked(messages, tools)
+            marked.check(self.render(marked.messages, tools=marked.tools))
+            self._checked[shape] = False
+        return text
+
+    def marked_reply(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None
+    ) -> str:
+        """Render the reply that ends a conversation, with marks in place of all that it says.
+
+        Raises TemplateFault if a part of the reply is left out or repeated.
+        """
+        shape = (_shape(messages), bool(tools))
+        if shape not in self._marked_replies:
+            marked = _Marked(messages, tools or ())
+            text = self.render(marked.messages, tools=marked.tools, generate=False)
+            marked.check(text, reply=True)
+            before = self.render(marked.messages[:-1], tools=marked.tools)
+            self._marked_replies[shape] = text.removeprefix(before)
+        return self._marked_replies[shape]
+
+    def left_out(self) -> list[str]:
+        """Render all parts that conversations may have; return the names of those that the template loses.
+
+        Raises EnvironmentFailed if it cannot write a user's message.
+        """
+        self.prompt([_ASKED])
+        system: Message = {"role": "system", "content": "a"}
+        result: Message = {
+            "role": "tool",
+            "content": "a",
+            "tool_call_id": "primerl01",
+            "name": PROBE,
+        }
+        call, stop = _calling(PROBE, 1), self.stop_token_ids[0]
+        schema = {"name": PROBE, "description": "a", "parameters": _schema(PROBE)}
+        tools: list[Message] = [{"type": "function", "function": schema}]
+        thought: Message = {"role": "assistant", "content": "a", "reasoning_content": "b"}
+        parts: dict[str, Callable[[], object]] = {
+            "a system message": lambda: self.prompt([system, _ASKED]),
+            "a second turn": lambda: self.continuation([_ASKED], stop),
+            "reasoning": lambda: self.marked_reply([_ASKED, thought]),
+            "schemas of tools": lambda: self.prompt([_ASKED], tools),
+            "calls": lambda: self.marked_reply([_ASKED, call]),
+            "results": lambda: self.continuation([result], stop),
+        }
+        lost: list[str] = []
+        for name, render in parts.items():
+            try:
+                render()
+            except EnvironmentFailed:
+                lost.append(name)
+        return lost
 
     @property
     def call_form(self) -> str:
@@ -191,12 +274,9 @@ class ChatFormat:
     @cached_property
     def parsers(self) -> tuple[str, str]:
         """vLLM's parsers of tool calls and of reasoning for the template's output; "" if unknown."""
-        call = {"name": PROBE, "arguments": {PROBE: 1}}
-        calls = [{"id": "call_0", "type": "function", "function": call}]
-        asked = {"role": "user", "content": "a"}
-        reply = {"role": "assistant", "content": "", "tool_calls": calls}
+        reply = _calling(PROBE, 1)
         try:
-            text = self.render([asked, reply], generate=False)
+            text = self.render([_ASKED, reply], generate=False)
         except EnvironmentFailed:
             return "", ""
         for mark, tools, reasoning in FORMS:
@@ -216,14 +296,70 @@ class ChatFormat:
 
     def continuation_text(self, messages: Sequence[Message], last_token: int) -> str:
         """Return the text of continuation()."""
-        opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
-        _, mark, rest = self.render([*opening, *messages]).partition(_MARK)
+        shape = ("continuation", _shape(messages))
+        if shape not in self._checked:
+            self._check_continuation(messages, shape)
+        rest = self._after_reply(messages, with_call=self._checked[shape])
+        if last_token not in self.stop_token_ids:
+            return rest
+        closed = self._tokenizer.id_to_token(last_token) or ""
+        if not rest.startswith(
+            closed
+        ):  # by another token than the template closes earlier replies with
+            closed = self._history_close
+        return rest.removeprefix(closed)
+
+    @cached_property
+    def _history_close(self) -> str:
+        """Token with which the template closes an earlier reply, where it closes the last one, too; else ""."""
+        reply: Message = {"role": "assistant", "content": _MARK}
+        user: Message = {"role": "user", "content": _MARK}
+        last = self.render([_ASKED, reply], generate=False).partition(_MARK)[2]
+        earlier = self.render([_ASKED, reply, _ASKED]).partition(_MARK)[2]
+        if not earlier or not set(self.encode(last)[:1]) & set(self.stop_token_ids):
+            return ""
+        close = self._tokenizer.id_to_token(self.encode(earlier)[0]) or ""
+        # gpt-oss's closes earlier replies as all messages, and the last one by a token of its own
+        closes_all = self.render([user], generate=False).partition(_MARK)[2].startswith(close)
+        return close if last.startswith(close) or closes_all else ""
+
+    def _check_continuation(self, messages: Sequence[Message], shape: object) -> None:
+        """Find out whether results are shown beside their calls only. Raises TemplateFault if never."""
+        marked = _Marked(messages, ())
+        try:
+            marked.check(self._after_reply(marked.messages, with_call=False))
+            with_call = False
+        except EnvironmentFailed:
+            if messages[0]["role"] != "tool":
+                raise
+            marked.check(self._after_reply(marked.messages, with_call=True))
+            with_call = True
+        self._checked[shape] = with_call
+
+    def _after_reply(self, messages: Sequence[Message], *, with_call: bool) -> str:
+        """Return what the template writes after a reply, up to the next one.
+
+        `with_call`: the reply makes the calls that the first messages answer, for templates that show results
+        beside their calls only.
+        """
+        reply: Message = {"role": "assistant", "content": _MARK}
+        if with_call:
+            results = list(takewhile(lambda one: one["role"] == "tool", messages))
+            calls = [
+                _call(one.get("name") or PROBE, _MARK, one.get("tool_call_id")) for one in results
+            ]
+            reply = {"role": "assistant", "content": "", "tool_calls": calls}
+        _, mark, rest = self.render([_ASKED, reply, *messages]).rpartition(_MARK)
         if not mark:
-            raise EnvironmentFailed(
+            raise TemplateFault(
                 "the chat template drops replies: use a model whose template keeps them"
             )
-        if last_token in self.stop_token_ids:
-            rest = rest.removeprefix(self._tokenizer.id_to_token(last_token) or "")
+        if with_call:
+            # what closes the call is the reply's own; a stop token ends it
+            ends = [
+                rest.find(self._tokenizer.id_to_token(it) or _MARK) for it in self.stop_token_ids
+            ]
+            rest = rest[min((end for end in ends if end >= 0), default=len(rest)) :]
         return rest
 
     def text(self, reply: Sequence[int]) -> str:
@@ -234,6 +370,29 @@ class ChatFormat:
         """
         ended = reply and reply[-1] in self.stop_token_ids
         return self.shown(reply[:-1] if ended else reply, special=True)
+
+    def without_reasoning(self, text: str) -> str:
+        """Return the text of a reply without its reasoning; empty if that does not end."""
+        opening, closing = self._thought_marks
+        _, closed, answer = text.rpartition(closing)
+        if closed:
+            return answer.lstrip("\n")
+        return "" if opening in text else text  # an empty opening: the prompt has it
+
+    @cached_property
+    def _thought_marks(self) -> tuple[str, str]:
+        """What the template writes before the reasoning of a reply, but for its prompt, and after it."""
+        thought, answer = (_Part.name(number) for number in range(2))
+        reply: Message = {"role": "assistant", "content": answer, "reasoning_content": thought}
+        try:
+            prompt, text = self.render([_ASKED]), self.render([_ASKED, reply], generate=False)
+        except EnvironmentFailed:
+            return THINK
+        before, _, after = text.partition(thought)
+        closing, found, _ = after.partition(answer)
+        if not found or not closing.strip():
+            return THINK
+        return before[same_length(prompt, before) :].strip(), closing.strip()
 
     def shown(self, token_ids: Sequence[int], *, special: bool) -> str:
         """Return the text of tokens, with or without `special` ones; U+FFFD for unknown ids."""
@@ -279,7 +438,7 @@ class ChatFormat:
     @cached_property
     def _closing_token(self) -> int:
         """Stop token that the template writes after a reply; else the first stop token."""
-        opening = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        opening = [_ASKED, {"role": "assistant", "content": _MARK}]
         closing = self.encode(self.render(opening, generate=False).partition(_MARK)[2])
         stop = next((token for token in closing if token in self.stop_token_ids), None)
         return self.stop_token_ids[0] if stop is None else stop
@@ -296,27 +455,76 @@ class ChatFormat:
 
         `options` outside of self.options are ignored; they go before the defaults. Raises EnvironmentFailed.
         """
-        from jinja2 import TemplateError
-
         if tools and self._has_tool_template:
             raise EnvironmentFailed(
                 f"the model has another chat template for tools ({WITH_TOOLS}), and a conversation has one "
                 "here: make that the chat_template.jinja of a copy, and leave the others out"
             )
+        chosen = {k: v for k, v in (options or {}).items() if k in self.options}
         try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=generate,
-                tools=list(tools) if tools else None,
-                documents=None,
-                **self._defaults | {k: v for k, v in (options or {}).items() if k in self.options},
-                **self._variables,
-            )
-        except (TemplateError, *_TEMPLATE_FAULTS) as error:
+            return self._render(messages, generate, tools, chosen)
+        except _refusals() as error:
             raise EnvironmentFailed(
-                f"the model's chat template refuses the conversation ({error}): "
-                "use a model whose template knows these roles"
+                f"the model's chat template refuses the conversation ({one_line(error)}): "
+                f"{self._advice(messages, generate, tools, chosen, error)}"
             ) from error
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        generate: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        """Render messages in the forms that this template takes."""
+        return self._template.render(
+            messages=[
+                _formed(one, text=bool(_calls(one)) and self._text_calls) for one in messages
+            ],
+            add_generation_prompt=generate,
+            tools=list(tools) if tools else None,
+            documents=None,
+            **{**self._defaults, **options},
+            **self._variables,
+        )
+
+    @cached_property
+    def _text_calls(self) -> bool:
+        """Whether the template takes the arguments of calls as JSON text, not as an object."""
+        reply = _calling(PROBE, 1)
+        for text in (False, True):
+            messages = [_ASKED, _formed(reply, text=text)]
+            try:
+                shown = self._template.render(
+                    messages=messages, tools=None, **self._defaults, **self._variables
+                )
+            except _refusals():
+                continue
+            # an object that is written as it is has the quotes of Python
+            if text or repr(reply["tool_calls"][0]["function"]["arguments"]) not in shown:
+                return text
+        return False
+
+    def _advice(
+        self,
+        messages: Sequence[Message],
+        generate: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        error: Exception,
+    ) -> str:
+        """Say what to do about a conversation that the template refuses."""
+        if DATE in str(error):
+            return f"set {DATE} in environment.chat_template_kwargs to the date that it shall write"
+        others = [one for one in messages if one["role"] != "system"]
+        if len(others) < len(messages):
+            try:
+                self._render(others, generate, tools, options)
+            except _refusals():
+                pass
+            else:
+                return "it takes no system message there: put that text into the first user message"
+        return "use a model whose template takes these messages"
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of rendered text; no special tokens are added."""
@@ -353,6 +561,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
+def _read_files(model_dir: Path) -> TokenizerFiles:
+    """Read the files of a tokenizer. Raises EnvironmentFailed."""
+    try:
+        return read_tokenizer_files(model_dir)
+    except EngineError as error:
+        raise EnvironmentFailed(str(error)) from error
+
+
 def _template_text(model_dir: Path, files: TokenizerFiles, *, needed: bool) -> str:
     template = files.templates.get(DEFAULT)
     if template is None and needed:
@@ -363,11 +579,43 @@ def _template_text(model_dir: Path, files: TokenizerFiles, *, needed: bool) -> s
     return NO_TEMPLATE if template is None else template
 
 
-def _compile(text: str) -> tuple["jinja2.Template", frozenset[str]]:
-    """Compile a template as transformers does, but without `strftime_now`.
+def same_length(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def reads_date(model_dir: Path) -> bool:
+    """Return whether the chat template of a model writes the date. Raises EnvironmentFailed."""
+    files = _read_files(model_dir)
+    return DATE in _compile(_template_text(model_dir, files, needed=False), None)[1]
+
+
+def dated(
+    variables: Mapping[str, bool | int | float | str], model_dir: Path, date: str
+) -> dict[str, bool | int | float | str]:
+    """Return `variables` of the chat template with the `date` that it writes, if it does and none is given."""
+    if not date or DATE in variables or not reads_date(model_dir):
+        return dict(variables)
+    return {**variables, DATE: date}
+
+
+def _day(value: object) -> datetime | None:
+    if value is None:
+        return None
+    try:
+        return datetime.combine(Date.fromisoformat(str(value)), time())
+    except ValueError as error:
+        raise EnvironmentFailed(
+            f"chat_template_kwargs: {DATE} is {value!r}: give the date as 2026-11-29"
+        ) from error
+
+
+def _compile(text: str, day: datetime | None) -> tuple["jinja2.Template", frozenset[str]]:
+    """Compile a template as transformers does, but with `day` for today; without one `strftime_now` is missing.
 
     Returns also the names that the template reads and does not set itself. With today's date in it a prompt
-    would be another one on the validator tomorrow; templates have a fixed date to fall back on.
+    would be another one on the validator tomorrow.
     """
     from jinja2 import TemplateError, meta, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -408,7 +656,10 @@ def _compile(text: str) -> tuple["jinja2.Template", frozenset[str]]:
     environment.globals.update(raise_exception=refuse)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
         asked = meta.find_undeclared_variables(environment.parse(text))
-        return environment.from_string(text), frozenset(asked) - frozenset(environment.globals)
+        asked -= environment.globals.keys()
+        if day is not None:
+            environment.globals[DATE] = day.strftime  # pyright: ignore[reportArgumentType]
+        return environment.from_string(text), frozenset(asked)
     except TemplateError as error:
         raise EnvironmentFailed(
             f"the model's chat template does not compile ({error}): fetch the model again"
@@ -430,6 +681,181 @@ def _stop_token_ids(model_dir: Path, tokenizer: "Tokenizer", end: str) -> tuple[
             "generation_config.json"
         )
     return stops
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    from jinja2 import TemplateError
+
+    return (TemplateError, *_TEMPLATE_FAULTS)
+
+
+# -- forms of messages -----------------------------------------------------------------------------
+
+
+def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
+    return message.get("tool_calls") or ()
+
+
+def _call(name: str, value: object, number: object = None) -> dict[str, Any]:
+    """Make a call with one argument; some templates take ids of nine letters and digits only."""
+    function = {"name": name, "arguments": {PROBE: value}}
+    return {"id": number or "primerl01", "type": "function", "function": function}
+
+
+def _calling(name: str, value: object) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [_call(name, value)]}
+
+
+def _formed(message: Message, *, text: bool) -> Message:
+    """Return a message as templates take it: reasoning by all of its names, arguments as `text` or objects."""
+    reasoning = next((message[it] for it in REASONING if message.get(it) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if not text:
+        return message
+    calls: list[Mapping[str, Any]] = []
+    for call in _calls(message):
+        function: Mapping[str, Any] = call.get("function", call)
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+# -- what a template leaves out --------------------------------------------------------------------
+
+_CONTENTS = {
+    "system": "the system message",
+    "user": "a user's message",
+    "assistant": "a reply",
+    "tool": "a tool's result",
+}
+_REMEDIES = {
+    "the system message": "leave it out, or put its text into the first user message",
+    "a reply's reasoning_content": "train replies without it, or use a model whose template shows it",
+}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a conversation, and the mark in its place."""
+
+    mark: str
+    what: str
+    once: bool
+    """Whether a template has to show it once; names may stand in several places."""
+    reply: bool
+    """Whether it is a part of the last message."""
+    needed: bool = True
+
+    @staticmethod
+    def name(number: int) -> str:
+        """Return a mark that no template writes by itself."""
+        return f"primerl{number:05d}mark"
+
+
+def _shape(messages: Sequence[Message]) -> tuple[object, ...]:
+    """Return what a template's treatment of messages depends on, but their words."""
+    return tuple(
+        (
+            one["role"],
+            bool(one.get("content")),
+            any(one.get(name) for name in REASONING),
+            len(_calls(one)),
+        )
+        for one in messages
+    )
+
+
+class _Marked:
+    """A conversation of the same shape with a mark in place of each part, to find the parts in its text."""
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
+        self._parts: list[_Part] = []
+        self._last = False
+        self._names: dict[str, str] = {}
+        """Name of a called tool -> mark."""
+        self.messages: list[Message] = []
+        for number, message in enumerate(messages):
+            self._last = number + 1 == len(messages)
+            self.messages.append(self._message(message))
+        self._last = False
+        self.tools = [self._tool(tools)] if tools else None
+
+    def check(self, text: str, *, reply: bool = False) -> None:
+        """Raise TemplateFault unless `text` has all parts once, or those of the last message (`reply`)."""
+        folded = text.casefold()
+        for part in self._parts:
+            count = folded.count(part.mark)
+            wanted = part.needed if not reply else part.reply
+            if wanted and not count:
+                raise TemplateFault(
+                    f"the chat template leaves out {part.what}: {_remedy(part.what)}"
+                )
+            if (wanted or not reply) and part.once and count > 1:
+                raise TemplateFault(
+                    f"the chat template shows {part.what} {count} times: mend its chat_template.jinja, or "
+                    "use another model"
+                )
+
+    def _mark(self, what: str, *, once: bool = True, needed: bool = True) -> str:
+        mark = _Part.name(len(self._parts))
+        self._parts.append(_Part(mark, what, once, self._last, needed))
+        return mark
+
+    def _message(self, message: Message) -> Message:
+        marked = dict(message)
+        if message.get("content") and isinstance(message["content"], str):
+            marked["content"] = self._mark(_CONTENTS.get(message["role"], "a message"))
+        if any(message.get(name) for name in REASONING):
+            # templates may drop that of earlier replies
+            mark = self._mark("a reply's reasoning_content", needed=False)
+            marked |= {name: mark for name in REASONING if message.get(name)}
+        if calls := _calls(message):
+            marked["tool_calls"] = [self._call(call) for call in calls]
+        if message["role"] == "tool" and message.get("name") in self._names:
+            marked["name"] = self._names[message["name"]]
+        return marked
+
+    def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function: Mapping[str, Any] = call.get("function", call)
+        name = str(function.get("name"))
+        if name not in self._names:
+            self._names[name] = self._mark(f"the tool call {name!r}", once=False)
+        argument = self._mark(f"an argument of the tool call {name!r}")
+        value = self._mark(f"an argument of the tool call {name!r}")
+        function = {**function, "name": self._names[name], "arguments": {argument: value}}
+        return {**call, "function": function}
+
+    def _tool(self, tools: Sequence[Message]) -> Message:
+        """Make a schema; the template is assumed to treat all alike."""
+        shown = ", ".join(repr(name) for name in _tool_names(tools))
+        what = f"the schema of a tool ({shown[:200]})"
+        return {
+            "type": "function",
+            "function": {
+                "name": self._mark(what, once=False),
+                "description": self._mark(what),
+                "parameters": _schema(self._mark(what, once=False)),
+            },
+        }
+
+
+def _schema(field: str) -> dict[str, Any]:
+    """Make the schema of one argument."""
+    fields = {field: {"type": "string", "description": "a"}}
+    return {"type": "object", "properties": fields, "required": [field]}
+
+
+def _remedy(what: str) -> str:
+    return _REMEDIES.get(what, "use a model whose template shows it")
+
+
+def _tool_names(tools: Sequence[Message]) -> Iterator[str]:
+    for tool in tools:
+        inner = tool.get("function", tool)
+        yield str(inner.get("name")) if isinstance(inner, Mapping) else "?"
 
 
 # -- models behind an API --------------------------------------------------------------------------
@@ -471,6 +897,11 @@ class Transcript:
     def text(self, reply: Sequence[int]) -> str:
         """See Chat."""
         return "".join(chr(one) for one in reply if one < CHARACTERS)
+
+    def without_reasoning(self, text: str) -> str:
+        """See Chat."""
+        _, closed, answer = text.rpartition(THINK[1])
+        return answer.lstrip("\n") if closed else text
 
     def reply(self, text: str) -> list[int]:
         """See Chat."""

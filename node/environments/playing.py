@@ -233,14 +233,25 @@ class TasksetPlayer:
         self._box = NoCommands()
 
     async def start(self) -> None:
-        """Start the resources that episodes share. Raises EnvironmentFailed."""
+        """Start the resources that episodes share. Raises EnvironmentFailed.
+
+        TemplateFault if the model would not hear of a tool's result, or of a second turn.
+        """
         if self._calls is not None:
             from .tools import opened
 
+            self._check_heard(
+                {"role": "tool", "content": "a", "name": "b", "tool_call_id": "primerl01"}
+            )
             toolsets = self._taskset.toolsets(self._taskset.config)
             self._shared = await self._stack.enter_async_context(opened(toolsets))
         if self._env is not None:
+            if type(self._env) is not vf.SingleAgentEnv:
+                self._check_heard({"role": "user", "content": "a"})
             await self._env.start()
+
+    def _check_heard(self, message: dict[str, Any]) -> None:
+        self._chat.continuation([message], self._chat.stop_token_ids[0])
 
     async def close(self) -> None:
         """Stop the resources that episodes share."""
@@ -298,12 +309,18 @@ class TasksetPlayer:
             whole=bool(getattr(data, "replies", None)),
         )
 
-    async def play(self, prepared: PreparedTask, exchange: Exchange) -> Episode:
-        """Play one rollout. Raises PlayFailed, and the errors of the policy."""
+    async def play(
+        self, prepared: PreparedTask, exchange: Exchange, *, one_branch: bool = False
+    ) -> Episode:
+        """Play one rollout. Raises PlayFailed, and the errors of the policy.
+
+        With `one_branch` earlier reasoning is kept whatever the config says.
+        """
         try:
             if self._env is None:
                 return await self._play_plain(prepared, exchange)
-            return await self._play_env(self._env, prepared, exchange)
+            reasoning = "keep" if one_branch else self._config.earlier_reasoning
+            return await self._play_env(self._env, prepared, exchange, reasoning)
         except vf.RolloutError as error:
             exchange.check()
             raise PlayFailed(f"{type(error).__name__}: {error}") from error
@@ -353,9 +370,11 @@ class TasksetPlayer:
         trace.calls.append(_call(prepared.prompt, completion, len(trace.nodes) - 1, started))
         return reply
 
-    async def _play_env(self, env: vf.Env, prepared: PreparedTask, exchange: Exchange) -> Episode:
+    async def _play_env(
+        self, env: vf.Env, prepared: PreparedTask, exchange: Exchange, reasoning: str
+    ) -> Episode:
         """Play an episode by the library's code, from Env.run down to Rollout."""
-        harness = PolicyHarness(self._chat, exchange, self._calls)
+        harness = PolicyHarness(self._chat, exchange, self._calls, reasoning)
         episode = vf.Episode(task=prepared.record)
         placement = {"runtime": self._box, "on_trace": episode.traces.append}
         toolbox = self.toolbox if self._calls is not None else None
@@ -445,12 +464,16 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    def __init__(self, chat: Chat, exchange: Exchange, calls: "CallParser | None") -> None:
+    def __init__(
+        self, chat: Chat, exchange: Exchange, calls: "CallParser | None", reasoning: str
+    ) -> None:
+        """`reasoning`: EnvironmentConfig.earlier_reasoning."""
         vf.Harness.__init__(self, vf.HarnessConfig.model_validate({"id": "null"}))
         Interception.__init__(self)
         self._chat = chat
         self._exchange = exchange
         self._calls = calls
+        self._reasoning = reasoning
         self.tools: Toolbox | None = None
         """Tools of the current rollout."""
         self._sessions: dict[str, RolloutSession] = {}
@@ -576,11 +599,33 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         return vf.ToolMessage(tool_call_id=call.id, name=call.name, content=content)
 
     def _prompt(self, turn: graph.PendingTurn) -> list[int]:
-        """Return the conversation's token ids; after a reply they extend the previous turn's."""
+        """Return the conversation's token ids; after a reply they extend the previous turn's.
+
+        Where earlier reasoning is left out they are rendered anew, and the trace begins a new branch unless
+        they extend the tokens before all the same.
+        """
         before = turn.previous_renderer_token_ids()
-        if before is None or any(message.role == "assistant" for message in turn.tail):
-            return self._chat.prompt(_wire(turn.prompt), list(map(tool_to_wire, turn.tools)))
+        messages, start = _wire(turn.prompt), turn.tail_start
+        users = [n for n, message in enumerate(messages) if message["role"] == "user"]
+        dropped = {"keep": 0, "branch": max(users, default=0), "drop": len(messages)}
+        shown = [
+            self._answer(message) if n < dropped[self._reasoning] else message
+            for n, message in enumerate(messages)
+        ]
+        # replies before the last user message of the turn before are in its prompt
+        first = max((n for n in users if n < start), default=0)
+        anew = self._reasoning == "drop" or (
+            users[-1:] >= [start] and shown[first:start] != messages[first:start]
+        )
+        if before is None or anew or any(message.role == "assistant" for message in turn.tail):
+            return self._chat.prompt(shown, list(map(tool_to_wire, turn.tools)))
         return [*before[0], *before[1], *self._chat.continuation(_wire(turn.tail), before[1][-1])]
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message; a reply without its reasoning."""
+        if message["role"] != "assistant":
+            return message
+        return {**message, "content": self._chat.without_reasoning(message["content"])}
 
 
 class BorrowingAgent(vf.Agent):

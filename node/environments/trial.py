@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,9 +28,10 @@ from ..config.run import EnvironmentConfig
 from ..config.sandbox import WorkerSandboxConfig
 from ..inference.engine import Completion
 from ..ops.errors import BAD_FILE, UsageError, printable
+from ..storage.run_files import today
 from . import tasksets
 from .allowed import BUNDLED, find_package, module_of, root_of
-from .chat import ASSISTANT, CHARACTERS, Chat, ChatFormat, Transcript
+from .chat import ASSISTANT, CHARACTERS, Chat, ChatFormat, Transcript, dated
 from .environment import Environment, EnvironmentFailed, ScoreMismatch, Split, Task
 from .host import EnvironmentSetUp, main, make_environment
 from .hosted import HostedEnvironment
@@ -162,11 +163,13 @@ class EnvironmentTrial:
         self.options = options
         self.checks: list[Check] = []
         self.rollouts: list[ScriptedRollout] = []
-        model = options.model
-        variables = options.environment.chat_template_kwargs
-        self._chat: Chat = (
-            Transcript() if model is None else ChatFormat.load(model, defaults=variables)
-        )
+        self._chat: Chat = Transcript()
+        if options.model is not None:
+            environment = options.environment
+            variables = dated(environment.chat_template_kwargs, options.model, today())
+            self._chat = ChatFormat.load(options.model, defaults=variables)
+            own = environment.model_copy(update={"chat_template_kwargs": variables})
+            self.options = replace(options, environment=own)
         name = options.environment.id
         package = find_package(name)
         self._found("package", str(package or f"bundled {__version__}"))

@@ -153,8 +153,8 @@ class VerifiersEnvironment:
     async def demonstration(self, task: Task) -> Demonstration | None:
         """Return the conversation of the task's data: see PreparedTask.replies.
 
-        A whole conversation is played to get the environment's messages. Raises EnvironmentFailed if the
-        replies are not a rollout of this task.
+        A whole conversation is played to get the environment's messages, and keeps its reasoning. Raises
+        EnvironmentFailed if the replies are not a rollout of this task.
         """
         prepared = await self._own(task)
         if not prepared.replies:
@@ -164,7 +164,7 @@ class VerifiersEnvironment:
             end = self.stops.end(replies[0]) if self.stops is not None else 0
             return Demonstration.of_reply(prepared.prompt, replies[0][: end or None])
         try:
-            episode = await self._play(prepared, ShownReplies(replies))
+            episode = await self._play(prepared, ShownReplies(replies), one_branch=True)
         except PlayFailed as error:
             raise EnvironmentFailed(
                 f"the `replies` of task {task.index} are no rollout of it ({error}): mend the taskset"
@@ -221,7 +221,9 @@ class VerifiersEnvironment:
         turns = episode.score.turns or recording.turns()
         return replace(episode.score, turns=turns)
 
-    async def _play(self, prepared: "PreparedTask", policy: Policy) -> Episode:
+    async def _play(
+        self, prepared: "PreparedTask", policy: Policy, *, one_branch: bool = False
+    ) -> Episode:
         exchange = Exchange(
             policy,
             max_tokens=self._max_tokens,
@@ -230,7 +232,7 @@ class VerifiersEnvironment:
             deadline=self._config.timeout_s,
         )
         async with exchange.bounded():
-            return await self._started.play(prepared, exchange)
+            return await self._started.play(prepared, exchange, one_branch=one_branch)
 
     async def _own(self, task: Task) -> "PreparedTask":
         prepared = await self._prepare(task.index, task.split)

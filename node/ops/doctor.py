@@ -11,14 +11,14 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.evaluation import EvalConfig
-from ..config.paths import home_directory
+from ..config.paths import expand_home, home_directory
 from ..config.run import JoinConfig, NodeConfig, RunConfig
 from ..config.serving import ApiConfig
 from ..environments.allowed import find_package
@@ -183,6 +183,34 @@ def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:
     if reason := untrainable(config, longest):
         return MachineCheck("model", "problem", f"{text}: cannot be trained", reason)
     return MachineCheck("model", "ok", f"{text}: can be trained")
+
+
+def check_template(
+    model: str, variables: Iterable[Mapping[str, bool | int | float | str]] = ({},)
+) -> Iterator[MachineCheck]:
+    """Render every part of a conversation by the chat template of a model's directory, with each `variables`.
+
+    Nothing is looked at for a hub id, or a directory without a tokenizer.
+    """
+    directory = expand_home(model)
+    if not (directory / "tokenizer.json").is_file():
+        return
+    from ..environments.chat import ChatFormat, dated
+    from ..environments.environment import EnvironmentFailed
+    from ..storage.run_files import today
+
+    checks: list[MachineCheck] = []
+    for given in variables:
+        try:
+            chat = ChatFormat.load(directory, defaults=dated(given, directory, today()))
+            lost = chat.left_out()
+        except EnvironmentFailed as error:
+            checks.append(MachineCheck("chat template", "problem", "unusable", str(error)))
+            continue
+        calls = chat.call_form and f", tool calls as {chat.call_form}"
+        shown = f"leaves out or refuses {', '.join(lost)}" if lost else "shows all parts"
+        checks.append(MachineCheck("chat template", "ok", shown + calls))
+    yield from dict.fromkeys(checks)
 
 
 def check_served(engine: EngineConfig, model: Mapping[str, Any], *, cpu: bool) -> MachineCheck:

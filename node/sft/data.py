@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, time
 from glob import escape
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,11 +31,11 @@ from ..config.paths import expand_home
 from ..config.run import RunConfig
 from ..config.sft import DataConfig, SftConfig
 from ..config.training import MixedSftConfig, RowsConfig
-from ..environments.chat import ChatFormat
+from ..environments.chat import DATE, ChatFormat, dated
 from ..environments.environment import Demonstration, Environment, EnvironmentFailed, Split
 from ..ops.errors import NetworkError, RunFailed, StorageError, UsageError, one_line
 from ..training.backend import Sample
-from .rows import FIELDS, BadRow, read_row
+from .rows import FIELDS, BadRow, LostPart, read_row
 from .tokens import RendererTokenizer, TemplateTokenizer, Tokens, open_renderer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ GRACE_ROWS = 1000
 """Smallest denominator of the share of bad rows, or the number of rows where that is less."""
 LOGGED_BAD_ROWS = 10
 PEEKED_ROWS = 100
-"""Rows of a file of lines whose fields are looked at, to name those that are not read."""
+"""First rows that are looked at before a run: for fields that are not read, and parts that a template loses."""
 NAMED_COLUMNS = 10
 ORDER = "order 2\n"
 """Version of epoch_order(), part of the data's identity: runs of another order are not resumed."""
@@ -329,6 +329,21 @@ class RowExamples:
         parts = [f"{Path(one.label).name} {len(one.rows)} {one.size}\n" for one in self._tables]
         return digest_parts([part.encode() for part in (ORDER, *parts)]).hex()
 
+    def check_template(self) -> None:
+        """Raise UsageError if the chat template would lose a part of one of the first rows of each table.
+
+        A later row like that is a bad row.
+        """
+        count = max(1, PEEKED_ROWS // len(self._tables))
+        for first, end in list(pairwise(self._firsts))[:PEEKED_ROWS]:
+            for index in range(first, min(end, first + count)):
+                try:
+                    self.sample(index)
+                except LostPart as error:
+                    raise UsageError(f"{self.where(index)}: {error}") from error
+                except (BadRow, SkippedRow):
+                    continue
+
     def _find(self, index: int) -> tuple[Table, int]:
         if not 0 <= index < self._firsts[-1]:
             raise IndexError(index)
@@ -457,10 +472,13 @@ def open_tasks(
     return Data(training, first_samples(held_out, config.validation.rows))
 
 
-def open_rows(config: SftConfig, model_dir: Path, cache: Path) -> Data:
-    """Open files or a hub data set. Blocks: files are converted into `cache`. Raises NodeError."""
+def open_rows(config: SftConfig, model_dir: Path, cache: Path, date: str = "") -> Data:
+    """Open files or a hub data set. Blocks: files are converted into `cache`. Raises NodeError.
+
+    `date`: what the chat template writes for today, as 2026-11-29.
+    """
     data, wanted = config.data, config.validation
-    tokenizer = open_tokenizer(config, model_dir)
+    tokenizer = open_tokenizer(config, model_dir, date)
 
     def read(files: Sequence[str], split: str) -> list[Table]:
         if files:
@@ -470,6 +488,7 @@ def open_rows(config: SftConfig, model_dir: Path, cache: Path) -> Data:
     tables, share = read(data.files, data.split), wanted.fraction
     tell_unread(tables)
     training = RowExamples(config, tables, tokenizer, holdout=share)
+    training.check_template()
     if not (share or wanted.files or wanted.split):
         return Data(training, ())
     if not share:
@@ -492,11 +511,11 @@ def tell_unread(tables: Sequence[Table]) -> None:
         logger.warning("columns of the data that are not read: %d (%s)", len(names), known)
 
 
-def open_tokenizer(config: SftConfig, model_dir: Path) -> TemplateTokenizer:
+def open_tokenizer(config: SftConfig, model_dir: Path, date: str) -> TemplateTokenizer:
     """Open the configured renderer or chat template. Raises UsageError."""
     roles = frozenset(config.data.loss_roles)
     try:
-        chat = ChatFormat.load(model_dir)
+        chat = ChatFormat.load(model_dir, defaults=dated({}, model_dir, date))
     except EnvironmentFailed as error:
         raise UsageError(str(error)) from error
     if config.data.renderer != "template":
@@ -526,7 +545,8 @@ def open_mixed(config: RunConfig, model_dir: Path, cache: Path) -> "MixedReader 
     alone = SftConfig(seed=config.seed, model=config.model, data=DataConfig(**rows))
     alone.training.seq_len = config.training.seq_len
     try:
-        examples = open_rows(alone, model_dir, cache).training
+        date = str(config.mixture[0].chat_template_kwargs.get(DATE, ""))
+        examples = open_rows(alone, model_dir, cache, date).training
     except UsageError as error:
         raise UsageError(f"training.sft: {error}") from error
     return MixedReader(examples, alone, mixed.share)

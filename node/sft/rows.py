@@ -4,7 +4,7 @@ Rows are untrusted: every field is checked here, once, and an invalid row raises
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -28,6 +28,13 @@ class BadRow(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+class LostPart(BadRow):
+    """A row of which the chat template would lose a part: so would it of all rows like that."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("template", detail)
 
 
 @dataclass(frozen=True)
@@ -211,14 +218,3 @@ def _decoded(value: Any, where: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise BadRow("not_json", f"`{where}` is text, but not valid JSON ({error})") from error
-
-
-def tool_names(tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
-    """List the names of a conversation's tools."""
-    found: list[str] = []
-    for tool in tools or ():
-        inner = tool.get("function", tool)
-        name = cast(Mapping[str, Any], inner).get("name") if isinstance(inner, dict) else None
-        if isinstance(name, str):
-            found.append(name)
-    return found

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..environments.chat import ChatFormat
+from ..environments.chat import ChatFormat, TemplateFault, same_length
 from ..environments.environment import EnvironmentFailed
 from ..models import huggingface
 from ..ops.errors import UsageError, one_line
-from .rows import BadRow, Conversation, Message, RawText, tool_names
+from .rows import BadRow, Conversation, LostPart, Message, RawText
 
 if TYPE_CHECKING:
     from renderers import Renderer
@@ -52,6 +52,8 @@ class TemplateTokenizer:
         """Tokenize a row as one sequence. Raises BadRow."""
         try:
             return self._raw(row) if isinstance(row, RawText) else self._conversation(row)
+        except TemplateFault as error:
+            raise LostPart(str(error)) from error
         except EnvironmentFailed as error:
             raise BadRow("template", str(error)) from error
 
@@ -71,7 +73,10 @@ class TemplateTokenizer:
             raise BadRow("no_reply", "the conversation has no message of the assistant")
         tokens = Tokens()
         first = replies[0]
-        prompt = self._text_of_prompt(talk)
+
+        def prompt(given: Sequence[Message]) -> str:
+            return self._chat.prompt_text(given, talk.tools or ())
+
         self._context(tokens, messages[:first], talk.trained[:first], prompt)
         for place, index in enumerate(replies):
             reply = self._reply(talk, index)
@@ -88,33 +93,44 @@ class TemplateTokenizer:
             self._context(tokens, between, trained, rest)
         return tokens
 
-    def _text_of_prompt(self, talk: Conversation) -> TextOf:
-        def text_of(messages: Sequence[Message]) -> str:
-            text = self._chat.render(messages, tools=talk.tools)
-            if lost := [name for name in tool_names(talk.tools) if name not in text]:
-                raise BadRow("template", f"the chat template leaves out the tool {lost[0]!r}")
-            return text
-
-        return text_of
-
     def _reply(self, talk: Conversation, index: int) -> list[int]:
         """Tokenize message `index` as the model would have sampled it, including its stop token."""
         chat, messages = self._chat, talk.messages
         before = chat.render(messages[:index], tools=talk.tools)
         whole = chat.render(messages[: index + 1], generate=False, tools=talk.tools)
         if not whole.startswith(before):
-            raise BadRow(
-                "template",
-                "the chat template renders a reply differently from its generation prompt: name the "
-                "model's renderer in data.renderer",
-            )
+            raise BadRow("template", self._otherwise(talk, index, before, whole))
         text = whole[len(before) :]
+        marked = chat.marked_reply(messages[: index + 1], talk.tools)
         _check_kept(messages[index], text)
         token_ids = chat.encode(text)
-        stops = [n for n, token in enumerate(token_ids) if token in chat.stop_token_ids]
-        if len(stops) > 1:
+        stops = self._stops(token_ids)
+        # the template itself may write several at the end, as Phi-3's does
+        own = len(self._stops(chat.encode(marked)))
+        if len(stops) > max(own, 1):
             raise BadRow("stop_token", f"messages[{index}] contains the text of a stop token")
         return token_ids[: stops[0] + 1] if stops else [*token_ids, chat.stop_token_ids[0]]
+
+    def _stops(self, token_ids: Sequence[int]) -> list[int]:
+        return [n for n, token in enumerate(token_ids) if token in self._chat.stop_token_ids]
+
+    def _otherwise(self, talk: Conversation, index: int, before: str, whole: str) -> str:
+        """Say what to do where a reply's text does not go on from its generation prompt."""
+        others = [one for one in talk.messages[: index + 1] if one["role"] != "system"]
+        if len(others) <= index:
+            prompt = self._chat.render(others[:-1], tools=talk.tools)
+            if self._chat.render(others, generate=False, tools=talk.tools).startswith(prompt):
+                return (
+                    "the chat template shows the system message beside the last user message only: put its "
+                    "text into the first user message"
+                )
+        at = same_length(before, whole)
+        first = max(0, at - 20)
+        return (
+            f"the chat template prompts for a reply by {before[first : at + 40]!r} and writes it after "
+            f"{whole[first : at + 40]!r}: name the renderer of the model's family in data.renderer if it has "
+            "one (docs/sft.md), else mend its chat_template.jinja"
+        )
 
     def _context(
         self,
@@ -225,12 +241,9 @@ def bodies(
 def _check_kept(message: Message, text: str) -> None:
     """Check that the template renders all parts of a reply. Raises BadRow."""
     reasoning = str(message.get("reasoning_content", "")).strip()
-    calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
     content = str(message["content"]).strip()
     if reasoning not in text:
         raise BadRow("template", "the chat template leaves out reasoning_content")
-    if lost := [name for name in calls if name not in text]:
-        raise BadRow("template", f"the chat template leaves out the tool call {lost[0]!r}")
     if "</think>" not in content and content not in text:
         raise BadRow("template", "the chat template leaves out a reply's content")
 

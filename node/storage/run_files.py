@@ -12,11 +12,12 @@ import os
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 from ..ops.control import ask, socket_path
-from ..ops.errors import BusyError, NetworkError, StorageError, UsageError, file_error
+from ..ops.errors import BAD_FILE, BusyError, NetworkError, StorageError, UsageError, file_error
 from .partial import whole_file
 from .removal import remove_tree, some
 
@@ -35,6 +36,7 @@ CONFIG = "config.json"
 MARK = ".primerl-run"
 """File that a run writes into its directory before anything else."""
 MARK_TEXT = "primerl-node wrote the files of a run here; --clean removes those, and nothing else.\n"
+BEGUN = re.compile(r"begun (\d{4}-\d\d-\d\d)")
 IN_CONFIG = {"name", "output_dir", "seed"}
 """Keys that every config.json of a run has: the mark of directories from before there was one."""
 MAX_CONFIG = 1 << 20
@@ -228,7 +230,30 @@ def claim(run_dir: Path, *, goes_on: bool = False) -> None:
                 "would write over: move that away, or choose another --name or --output-dir"
             )
     if not (run_dir / MARK).is_file():
-        write(run_dir / MARK, MARK_TEXT)
+        _mark(run_dir)
+
+
+def _mark(run_dir: Path) -> None:
+    write(run_dir / MARK, f"{MARK_TEXT}begun {today()}\n")
+
+
+def today() -> str:
+    """Return the date of today in UTC, as 2026-11-29."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def begun_on(run_dir: Path) -> str:
+    """Return the date on which the run of a directory began, as 2026-11-29: it is written in its mark.
+
+    Today's where there is none. Raises StorageError.
+    """
+    try:
+        begun = BEGUN.search((run_dir / MARK).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return today()
+    except BAD_FILE as error:
+        raise StorageError(f"{run_dir / MARK} cannot be read ({error}): remove it") from error
+    return begun[1] if begun else today()
 
 
 def clean(run_dir: Path) -> None:
@@ -267,8 +292,9 @@ def clean(run_dir: Path) -> None:
 
     try:
         if not (run_dir / MARK).is_file():
-            write(run_dir / MARK, MARK_TEXT)  # so that it is still known if this is interrupted
+            _mark(run_dir)  # so that it is still known if this is interrupted
         stays = remove_tree(run_dir, known, keep_root=True)
+        _mark(run_dir)
     except OSError as error:
         raise StorageError(f"cannot remove {error.filename}: {error.strerror}") from error
     if others := [path for path in stays if path != MARK]:

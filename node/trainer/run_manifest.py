@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from pathlib import Path
+from typing import TypeVar
 
 from msgspec import structs
 
@@ -27,9 +28,10 @@ from ...protocol.manifests import (
 from ...protocol.messages import MAX_SEALED
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import CLOCK_SKEW_S, KIB
-from ..config.run import EngineConfig, RunConfig, SamplingConfig
+from ..config.run import EngineConfig, EnvironmentConfig, RunConfig, SamplingConfig
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts, options_of
+from ..environments.chat import DATE, dated
 from ..inference.numerics import check_keeps, check_quantized
 from ..inference.vllm_arguments import read_shape
 from ..models import base_weights
@@ -46,7 +48,14 @@ MAX_RUN = MAX_SEALED - KIB
 """Maximum bytes of a manifest, which travels sealed."""
 ANOTHER_RUN = "begin another run from its checkpoint, --name NEW --resume.dir DIRECTORY"
 """Advice where a config or a version no longer fits the run."""
-SIGNED = ("args", "max_turns", "tool_call_parser", "chat_template_kwargs", "stop")
+SIGNED = (
+    "args",
+    "max_turns",
+    "tool_call_parser",
+    "chat_template_kwargs",
+    "earlier_reasoning",
+    "stop",
+)
 """Options of an environment that cannot change when a run goes on."""
 
 
@@ -90,6 +99,39 @@ async def documents(
     sealed = seal(key, Purpose.RUN, run_id(manifest), manifest, expires=expires)
     ledger.set(MANIFEST, sealed)
     return read_documents(sealed, key.node_id, now=int(time.time()))
+
+
+Environments = TypeVar("Environments", bound=EnvironmentConfig)
+
+
+def dated_config(
+    config: RunConfig, trainer: bytes, ledger: Ledger, model_dir: Path, today: str
+) -> RunConfig:
+    """Return the config with the date that the model's chat template writes, if it does.
+
+    It is that of the manifest if there is one, else `today`; the evaluations of a run have it, too.
+    """
+    known = ledger.get(MANIFEST)
+    count = len(config.environments) or 1
+    dates = [today] * count
+    if known is not None:
+        begun = known_documents(known, trainer).manifest.environments
+        dates = [str(options_of(one).chat_template_kwargs.get(DATE, "")) for one in begun]
+        dates += [""] * (count - len(dates))  # another mixture, which _check_environments() refuses
+
+    def completed(one: Environments, date: str) -> Environments:
+        variables = dated(one.chat_template_kwargs, model_dir, date)
+        return one.model_copy(update={"chat_template_kwargs": variables})
+
+    evaluation = config.evaluation
+    evaluated = [completed(one, dates[0]) for one in evaluation.environments]
+    update = {"evaluation": evaluation.model_copy(update={"environments": evaluated})}
+    if not config.environments:
+        return config.model_copy(
+            update={**update, "environment": completed(config.environment, dates[0])}
+        )
+    own = [completed(one, date) for one, date in zip(config.environments, dates, strict=False)]
+    return config.model_copy(update={**update, "environments": own})
 
 
 def known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:

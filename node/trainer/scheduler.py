@@ -57,7 +57,9 @@ stages of the longest pipeline."""
 def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePolicy:
     """Make the lease policy of a run; `routes` is the shape of the routes in its rollouts."""
     rollouts, mixture = config.rollouts, config.mixture
-    largest = max(one.group_size for one in mixture)
+    # a turn may be a sample of its own, with its whole prompt
+    samples = [1 if one.earlier_reasoning == "keep" else one.max_turns for one in mixture]
+    largest = max(one.group_size * count for one, count in zip(mixture, samples, strict=True))
     tokens = config.training.seq_len * largest * rollouts.groups_per_lease
     size = BYTES_PER_TOKEN + (routes.token_bytes if routes else 0)
     return LeasePolicy(

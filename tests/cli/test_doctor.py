@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.chat_model import COMPACT, make_chat_model
+from support.sft_cases import QWEN
 
 from primerl.node.environments.confine import landlock_version
 from primerl.node.ops.gpus import TorchBuild
@@ -121,6 +123,37 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
     ran = cli(command, "--model.name", model, "--output-dir", str(home / "outputs"), *data, *dry)
     ran.refused(2, "it has layers of type linear_attention")
     assert not (home / "outputs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "rl", "sft", "eval", "doctor"])
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (QWEN, "shows all parts, tool calls as hermes"),
+        ("{{ strftime_now('%Y') }}" + COMPACT, "refuses reasoning, schemas of tools, calls"),
+        ("{{ raise_exception('no users') }}", "refuses the conversation (no users)"),
+        ("{{ messages", "does not compile"),
+    ],
+)
+def test_what_a_template_leaves_out_is_shown_before_anything_starts(
+    cli: Cli, home: Path, model: str, command: str, template: str, shown: str
+) -> None:
+    make_chat_model(Path(model), template)
+    if command == "doctor":
+        ran = cli("doctor", "--model.name", model, "--gpu-memory", "80", "--json")
+        (check,) = [one for one in json.loads(ran.out)["machine"] if one["name"] == "chat template"]
+        assert shown in check["found"] + check["advice"]
+        assert (check["state"] == "problem") == ("strftime" not in template and template != QWEN)
+        return
+    given = {"sft": ["--data.files", "rows.jsonl"], "eval": ["--environments", '[{"id": "math"}]']}
+    named = ["--models", f'["{model}"]'] if command == "eval" else ["--model.name", model]
+    ran = cli(command, *named, *given.get(command, []), "--dry-run")
+    if template == QWEN or "strftime" in template:
+        assert [
+            line for line in ran.out.splitlines() if "# chat template: " in line and shown in line
+        ]
+    else:
+        ran.refused(2, shown)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from primerl.node.ops.doctor import check_environments
 from primerl.node.ops.errors import UsageError
 from primerl.node.trainer.run_manifest import MAX_RUN
 from primerl.node.trainer.scheduler import lease_policy
-from primerl.protocol import manifests
+from primerl.protocol import manifests, rollouts
 from primerl.protocol.manifests import encode
 
 from .conftest import Ran
@@ -235,4 +235,5 @@ def test_the_bundled_mixture_fits_a_manifest(home: Path) -> None:
     config = load(RunConfig, ["@", "mixture"], {})
     assert len(config.mixture) == 3
     assert run.MAX_ENVIRONMENTS == manifests.MAX_ENVIRONMENTS
+    assert run.MAX_BRANCHES == rollouts.MAX_BRANCHES
     assert sum(len(encode(one)) for one in environment_contracts(config)) < MAX_RUN / 4

@@ -1,5 +1,6 @@
 """A run with three environments and two workers, one of which can play only two of them."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from support.counting_environment import CountingEnvironment
 from support.swarm import Swarm
 from support.waiting import until
 
+from primerl.node.environments.chat import DATE
 from primerl.node.environments.environment import (
     EnvironmentFailed,
     EnvironmentGivenUp,
@@ -17,6 +19,7 @@ from primerl.node.environments.environment import (
     Task,
 )
 from primerl.node.ops.errors import NodeError, UsageError
+from primerl.node.storage.run_files import MARK, begun_on
 
 ENVIRONMENTS: list[dict[str, Any]] = [
     {"id": "reverse-text", "name": "letters", "group_size": 2},
@@ -78,6 +81,28 @@ async def test_a_run_with_several_environments_learns_from_all_of_them(
         rewards = [line[f"reward/{name}"] for line in lines]
         assert all(reward is None or 0.0 <= reward <= 1.0 for reward in rewards)
         assert summary["environments"][name]["reward_after"] >= 0.0
+
+
+async def test_every_node_of_a_run_writes_the_date_of_its_beginning_into_prompts(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    model = Path(shutil.copytree(model_dir, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}")
+    async with Swarm(tmp_path, model, environments=ENVIRONMENTS[:2], max_steps=3) as swarm:
+        await swarm.start_trainer()
+        mark = swarm.trainer.data_dir.parent / MARK
+        began = begun_on(mark.parent)
+        swarm.add_worker("w1")
+        await swarm.wait_step(1)
+        await swarm.crash_trainer()
+        mark.write_text(
+            mark.read_text().replace(began, "2020-02-20")
+        )  # what the manifest says counts
+        await swarm.start_trainer(resume=True)
+        await swarm.finished()
+        dates = [one.chat_template_kwargs for one in swarm.played]
+    assert len(dates) >= 6  # of two trainers and a worker
+    assert dates == [{DATE: began}] * len(dates)
 
 
 async def test_a_run_goes_on_with_what_its_workers_can_play_and_says_what_is_missing(
@@ -145,6 +170,7 @@ async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(
             ("max_turns", 3),
             ("tool_call_parser", "none"),
             ("chat_template_kwargs", {"a": 1}),
+            ("earlier_reasoning", "drop"),
             ("stop", ["."]),
         ):
             other = [{**one, key: value} for one in ENVIRONMENTS]

@@ -28,6 +28,35 @@ TOOLED = (
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
 """COMPACT with tools and their calls."""
+TWO_ENDS = (
+    "{%- for m in messages -%}"
+    "{{ '<|' + m.role + '|>' + m.content + '<|im_end|>' + '\\n' }}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|assistant|>' }}"
+    "{%- else -%}{{ eos_token }}<|endoftext|>{%- endif -%}"
+)
+"""In the manner of Phi-3: a conversation ends with a stop token of its own."""
+FORGETFUL = (
+    "{%- set ns = namespace(last=none, after=false) -%}"
+    "{%- for m in messages if m.role == 'user' -%}{%- set ns.last = m -%}{%- endfor -%}"
+    "{%- if tools -%}<|system|>{%- for t in tools %}{{ t | tojson }}{%- endfor -%}<|im_end|>{%- endif -%}"
+    "{%- for m in messages -%}<|{{ m.role }}|>"
+    "{%- if m == ns.last -%}{%- set ns.after = true -%}{%- endif -%}"
+    "{%- if m.reasoning_content and ns.after -%}<think>{{ m.reasoning_content }}</think>{%- endif -%}"
+    "{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] -%}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{%- endfor -%}<|im_end|>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+"""TOOLED with reasoning, which it drops from turns before the last user message."""
+BESIDE_LAST = (
+    "{%- for m in messages if m.role != 'system' -%}"
+    "{%- if m.role == 'user' -%}<|user|>"
+    "{%- if loop.last and messages[0].role == 'system' -%}{{ messages[0].content }} {% endif -%}"
+    "{{ m.content }}{%- else -%}<|assistant|>{{ m.content }}<|im_end|>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+"""In the manner of Mistral 7B v0.3: the system message stands beside a user message that comes last."""
 CHATML = (
     "{%- for m in messages -%}"
     "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"

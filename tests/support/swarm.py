@@ -193,6 +193,8 @@ class Swarm:
             del self.settings["environment"]
         self.environments: dict[str, dict[str, Environment]] = {}
         """Environments that a worker has in place of counting ones, by its name and their ids."""
+        self.played: list[EnvironmentConfig] = []
+        """Options of all environments that were made, on whichever node."""
         self.settings["model"] = {"name": str(model)}
         self.trainer = Running(SecretKey.from_seed(bytes(31) + b"t"), directory / RUN / "trainer")
         self._trainer_ledger = trainer_ledger
@@ -411,6 +413,7 @@ class Swarm:
         def environment(
             config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
         ) -> Environment:
+            self.played.append(config)
             own = self.environments.get(running.data_dir.name, {})
             if config.id in own:
                 return own[config.id]

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import JoinConfig, RunConfig
 from primerl.node.launch.launcher import write_worker_config
 from primerl.node.ops.errors import UsageError
 from primerl.node.trainer.run_manifest import longest_sequence
+from primerl.node.trainer.scheduler import lease_policy
+from primerl.protocol.version import MIB
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,20 @@ def test_a_sequence_fits_into_a_row_the_model_and_what_the_engine_was_told(
     flags: list[str], positions: int, longest: int
 ) -> None:
     assert longest_sequence(load(RunConfig, flags, {}), positions) == longest
+
+
+def test_a_submission_has_room_for_a_sample_a_turn_where_reasoning_is_dropped() -> None:
+    def room(**environment: object) -> int:
+        config = {"rollouts": {"group_size": 2}, "training": {"seq_len": 128}}
+        policy = lease_policy(RunConfig.model_validate({**config, "environment": environment}))
+        return policy.max_bytes - MIB
+
+    kept = room(max_turns=5)
+    for setting in ("drop", "branch"):
+        assert room(max_turns=5, earlier_reasoning=setting) == 5 * kept
+        with pytest.raises(ValidationError, match="lower it to 64"):
+            room(max_turns=65, earlier_reasoning=setting)
+    assert room(max_turns=65) == kept
 
 
 @pytest.mark.parametrize("changes", [{"positions": 16}, {"engine": 10}])

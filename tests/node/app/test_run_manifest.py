@@ -11,6 +11,8 @@ from support.protocol_cases import MANIFEST, QUANTIZED
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import JoinConfig, ModelCreateConfig, RunConfig
+from primerl.node.environments.allowed import options_of
+from primerl.node.environments.chat import DATE, ChatFormat
 from primerl.node.models import huggingface
 from primerl.node.ops.errors import UsageError
 from primerl.node.storage.ledger import Ledger
@@ -59,6 +61,43 @@ async def test_a_manifest_keeps_the_steps_that_its_run_began_with(tmp_path: Path
 
     try:
         assert [await last(20), await last(10), await last(21)] == [20, 20, 20]
+    finally:
+        ledger.close()
+
+
+async def test_every_worker_writes_the_date_of_the_run_s_beginning_into_its_prompts(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "model"
+    huggingface.create(directory, ModelCreateConfig(num_hidden_layers=1), 0)
+    template = directory / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%Y-%m-%d') }}" + template.read_text())
+    key, store = SecretKey.generate(), MemoryStore(max_bytes=1 << 26)
+    ledger = Ledger(tmp_path / "ledger.db")
+    named = {"name": "b", "chat_template_kwargs": {DATE: "2020-02-20"}}
+    evaluated = [{"id": "arithmetic"}]
+    given = {"environments": [{"name": "a"}, named], "evaluation": {"environments": evaluated}}
+
+    async def begun(today: str) -> tuple[RunConfig, RunManifest]:
+        own = (RunConfig.model_validate(given), key.node_id, ledger, directory, today)
+        config = run_manifest.dated_config(*own)
+        found = await run_manifest.documents(config, key, ledger, store, directory)
+        return config, found.manifest
+
+    try:
+        config, run = await begun("2026-01-02")
+        assert config.evaluation.environments[0].chat_template_kwargs == {DATE: "2026-01-02"}
+        for number, date in enumerate(["2026-01-02", "2020-02-20"]):
+            options = options_of(run.environments[number])
+            chat = ChatFormat.load(directory, defaults=options.chat_template_kwargs)
+            assert chat.render([{"role": "user", "content": "a"}]).startswith(date)
+        assert await begun("2026-01-03") == (config, run), "a trainer that goes on the next day"
+        given["environments"] = [
+            {"name": "a"},
+            {**named, "chat_template_kwargs": {DATE: "2020-02-21"}},
+        ]
+        with pytest.raises(UsageError, match="began with another chat_template_kwargs of b"):
+            await begun("2026-01-03")
     finally:
         ledger.close()
 

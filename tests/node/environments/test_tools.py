@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.chat_model import COMPACT, TOOLED, make_chat_model
+from support.chat_model import COMPACT, FORGETFUL, TOOLED, make_chat_model
 
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.chat import ChatFormat
@@ -22,9 +22,10 @@ from primerl.node.environments.environment import (
     ScoreMismatch,
 )
 from primerl.node.environments.hosted import HostedEnvironment
-from primerl.node.environments.policies import ShownReplies
+from primerl.node.environments.policies import ShownReplies, turn_spans
 from primerl.node.environments.tools import PARSERS, CallParser
 from primerl.node.environments.verifiers import VerifiersEnvironment
+from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"
 Start = Callable[..., Awaitable[Environment]]
@@ -267,9 +268,176 @@ async def test_tools_that_cannot_be_called_or_checked_are_refused_at_the_start(
 
 
 async def test_a_template_without_calls_needs_to_be_told_their_form(start: Start) -> None:
+    shown = TOOLED.replace("in m.tool_calls or []", "in []")
     with pytest.raises(EnvironmentFailed, match="writes no tool calls"):
-        await start(template=COMPACT)
-    await start(template=COMPACT, options={"tool_call_parser": "hermes"})
+        await start(template=shown)
+    await start(template=shown, options={"tool_call_parser": "hermes"})
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [
+        (COMPACT, r"leaves out the schema of a tool \('add', "),
+        (
+            TOOLED.replace("<|{{ m.role }}|>", "{% if m.role != 'tool' %}<|{{ m.role }}|>").replace(
+                "<|im_end|>{%- endfor", "<|im_end|>{% endif %}{%- endfor"
+            ),
+            "leaves out a tool's result",
+        ),
+        (
+            TOOLED.replace("{{ m.content or '' }}", "{{ m.content or '' }}{{ m.content or '' }}"),
+            "2 times",
+        ),
+    ],
+)
+async def test_a_template_that_loses_or_repeats_a_part_of_a_tools_turn_is_refused_at_the_start(
+    start: Start, template: str, lost: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=lost):
+        await start(template=template, options={"tool_call_parser": "hermes"})
+
+
+TURNS = [
+    "<think>t0</think>" + '<tool_call>{"name": "hour", "arguments": {}}</tool_call>',
+    "<think>t1</think>A1",
+    "<think>t2</think>A2",
+    "A3",
+]
+"""A call, its answer, and the answers to two more messages of the user."""
+CALLED = TURNS[0].removeprefix("<think>t0</think>")
+
+
+@pytest.mark.parametrize(
+    ("setting", "prompts"),
+    [
+        (
+            "keep",
+            [f"Q|{TURNS[0]}|N|{TURNS[1]}|and now|{TURNS[2]}|and then|A3"],
+        ),
+        (
+            "drop",
+            [
+                f"Q|{TURNS[0]}",
+                f"Q|{CALLED}|N|{TURNS[1]}",
+                f"Q|{CALLED}|N|A1|and now|{TURNS[2]}",
+                f"Q|{CALLED}|N|A1|and now|A2|and then|A3",
+            ],
+        ),
+        (
+            "branch",
+            [
+                f"Q|{TURNS[0]}|N|{TURNS[1]}",
+                f"Q|{CALLED}|N|A1|and now|{TURNS[2]}",
+                f"Q|{CALLED}|N|A1|and now|A2|and then|A3",
+            ],
+        ),
+    ],
+)
+async def test_earlier_reasoning_is_kept_or_dropped_or_begins_a_new_sample(
+    start: Start, tmp_path: Path, setting: str, prompts: list[str]
+) -> None:
+    options = {"earlier_reasoning": setting}
+    environment = await start("tooled-guess", template=FORGETFUL, options=options)
+    task = await environment.task(0)
+    first = chat(tmp_path).text(await environment.prompt(task))
+    asked: list[tuple[int, ...]] = []
+
+    async def policy(prompt: Sequence[int], turn: int) -> Completion:
+        asked.append(tuple(prompt))
+        ids = chat(tmp_path).reply(TURNS[turn])
+        return Completion(ids, [-1.0] * len(ids), "stop", 0, 0)
+
+    episode = await environment.run(task, policy)
+    assert (episode.error, episode.score.reward) == ("", 4.0)
+    shown = [
+        chat(tmp_path).text(branch.token_ids).removeprefix(first) for branch in episode.branches
+    ]
+    written = [
+        prompt.removeprefix("Q|")
+        .replace("|N|", "<|im_end|><|tool|>noon<|im_end|><|assistant|>")
+        .replace("|and now|", "<|im_end|><|user|>and now<|im_end|><|assistant|>")
+        .replace("|and then|", "<|im_end|><|user|>and then<|im_end|><|assistant|>")
+        for prompt in prompts
+    ]
+    assert shown == written
+    # every turn is learned once, after the very prompt that the policy was asked with
+    learned = [(tuple(ids[:start]), ids[start:end]) for ids, start, end in spans(episode)]
+    assert learned == [(prompt, chat(tmp_path).reply(TURNS[n])) for n, prompt in enumerate(asked)]
+    score = await environment.score(task, episode.branches)
+    assert (score, sorted(n for turns in score.turns for n in turns)) == (
+        episode.score,
+        [0, 1, 2, 3],
+    )
+    forged = replace(episode.branches[-1], token_ids=[*episode.branches[-1].token_ids])
+    forged.token_ids[turn_spans(forged)[-1][0] - 3] ^= 1
+    with pytest.raises(ScoreMismatch):
+        await environment.score(task, [*episode.branches[:-1], forged])
+
+
+async def test_reasoning_that_a_worker_keeps_against_the_run_is_refused(
+    start: Start, tmp_path: Path
+) -> None:
+    keeps = await start("tooled-guess", template=FORGETFUL)
+    drops = await start("tooled-guess", template=FORGETFUL, options={"earlier_reasoning": "drop"})
+    task = await keeps.task(0)
+    kept = await say(keeps, tmp_path, *TURNS)
+    dropped = await say(drops, tmp_path, *TURNS)
+    assert (len(kept.branches), len(dropped.branches)) == (1, 4)
+    for environment, other in ((drops, kept), (keeps, dropped)):
+        with pytest.raises(ScoreMismatch):
+            await environment.score(task, other.branches)
+    with pytest.raises(ScoreMismatch):
+        await drops.score(task, dropped.branches[:3])
+
+
+async def test_where_reasoning_is_dropped_a_reply_without_any_does_not_begin_a_sample(
+    start: Start, tmp_path: Path
+) -> None:
+    environment = await start(
+        "tooled-guess", template=FORGETFUL, options={"earlier_reasoning": "branch"}
+    )
+    episode = await say(environment, tmp_path, "A0", "A1", "<think>t2</think>A2")
+    assert [len(turn_spans(branch)) for branch in episode.branches] == [3]
+
+
+async def test_a_demonstration_is_one_sequence_where_reasoning_is_dropped(
+    start: Start, tmp_path: Path
+) -> None:
+    replies = [TURNS[0].replace("hour", "chest_take"), "<think>t1</think>A1"]
+    options = {"earlier_reasoning": "drop"}
+    environment = await start(template=FORGETFUL, options=options, replies=replies)
+    shown = await environment.demonstration(await environment.task(0))
+    assert shown is not None
+    assert [chat(tmp_path).text(reply) for _, reply in shown.turns()] == replies
+
+
+def spans(episode: Episode) -> list[tuple[list[int], int, int]]:
+    return [
+        (branch.token_ids, start, end)
+        for branch in episode.branches
+        for start, end in turn_spans(branch)
+    ]
+
+
+BESIDE = (
+    "{%- if tools -%}<|system|>{%- for t in tools %}{{ t | tojson }}{%- endfor -%}{%- endif -%}"
+    "{%- for m in messages -%}{%- if m.role != 'tool' -%}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] -%}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{%- endfor -%}<|im_end|>"
+    "{%- if m.tool_calls -%}{%- for r in messages[loop.index:] if r.role == 'tool' -%}"
+    "[{{ r.content }}]{%- endfor -%}{%- endif -%}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+"""In the manner of Gemma 4: results stand beside the call that they answer, and nowhere else."""
+
+
+async def test_results_that_a_template_shows_beside_their_call_only_are_heard(
+    start: Start, tmp_path: Path
+) -> None:
+    environment = await start(template=BESIDE)
+    episode = await say(environment, tmp_path, call("add", a=1, b=2), "done")
+    assert said(episode.branches[0], tmp_path) == ["[3, sum 1]<|assistant|>"]
 
 
 async def test_tools_that_nobody_can_check_play_where_the_operator_allows_it(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_model import IM_END, THINKING, UNDEFINED, USER, make_chat_model
+from support.chat_model import COMPACT, IM_END, THINKING, UNDEFINED, USER, make_chat_model
 from support.counting_environment import shown_reply
 
 from primerl.node.config.chat_api import JudgeConfig
@@ -50,6 +50,25 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
         return environment
 
     return start
+
+
+async def test_a_template_that_leaves_out_the_environments_later_turns_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent / "tasksets")
+    deaf = COMPACT.replace("m in messages", "m in messages if m.role != 'user' or m == messages[0]")
+    make_chat_model(tmp_path, deaf)
+
+    async def start(name: str) -> None:
+        config = EnvironmentConfig(id=name)
+        environment = VerifiersEnvironment(
+            config, model_dir=tmp_path, seed=0, max_tokens=9, temperature=1.0
+        )
+        await environment.start()
+
+    await start("reverse-text")
+    with pytest.raises(EnvironmentFailed, match="leaves out a user's message"):
+        await start("guess-game")
 
 
 def says(*replies: str | list[int], stop: bool = True) -> Policy:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.sft_cases import pairs, qwen_chat, trained_texts, write_rows
+from support.chat_model import COMPACT, make_chat_model
+from support.sft_cases import WEATHER, pairs, qwen_chat, trained_texts, write_rows
 from support.training_cases import TINY
 
 from primerl.node.config.run import RunConfig
@@ -17,6 +18,7 @@ from primerl.node.ops.errors import NetworkError, RunFailed, StorageError, Usage
 from primerl.node.sft.data import (
     BLANK,
     HELD_OUT,
+    PEEKED_ROWS,
     TOO_LONG,
     UNTRAINED,
     BatchReader,
@@ -264,6 +266,29 @@ def test_offline_a_hub_id_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
     with pytest.raises(NetworkError, match=r"data\.files"):
         read_hub(DataConfig(hub="nobody/no-such-data"), "train")
+
+
+def test_a_part_that_the_template_loses_ends_the_data_before_the_first_step(tmp_path: Path) -> None:
+    make_chat_model(tmp_path / "m", COMPACT)
+    reply = {"role": "assistant", "content": "b"}
+    row = {"messages": [{"role": "user", "content": "a"}, reply], "tools": [WEATHER]}
+    plain = {"prompt": "a", "completion": "b"}
+    file = write_rows(tmp_path / "rows.jsonl", [plain, {"no": "row"}, row])
+    config = SftConfig.model_validate({"data": {"files": [str(file)]}})
+    with pytest.raises(UsageError, match=r"rows\.jsonl:3: the chat template leaves out the schema"):
+        open_rows(config, tmp_path / "m", tmp_path / "cache")
+    write_rows(file, [plain] * PEEKED_ROWS + [row])
+    found = open_rows(config, tmp_path / "m", tmp_path / "cache").training
+    with pytest.raises(BadRow, match="the schema of a tool"):
+        found.sample(PEEKED_ROWS)
+
+
+def test_rows_have_the_date_that_training_began_with(tmp_path: Path) -> None:
+    make_chat_model(tmp_path / "m", "{{ strftime_now('%Y') }}" + COMPACT)
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    config = SftConfig.model_validate({"data": {"files": [str(file)]}})
+    found = open_rows(config, tmp_path / "m", tmp_path / "cache", "2020-02-20").training
+    assert bytes(found.sample(0).token_ids[:4]) == b"2020"
 
 
 def test_blank_lines_and_bad_rows_cost_themselves(tmp_path: Path) -> None:

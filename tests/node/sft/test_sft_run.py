@@ -21,6 +21,7 @@ from primerl.node.models import huggingface
 from primerl.node.ops.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
 from primerl.node.sft.loop import SftProgress
 from primerl.node.storage.ledger import Ledger
+from primerl.node.storage.run_files import MARK, begun_on, claim
 from primerl.node.trainer import run_manifest
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.local_backend import LocalBackend
@@ -152,6 +153,22 @@ async def test_a_run_leaves_metrics_checkpoints_weights_and_a_summary(make: Any)
     assert backend.closed
     assert {batch.objective for batch in backend.trained} == {"ce"}
     assert all(len(batch.samples) == 6 for batch in backend.trained)
+
+
+async def test_a_template_writes_the_day_on_which_training_began(make: Any, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    huggingface.create(model, TINY, 0)
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%Y') }}" + template.read_text())
+    config = make(max_steps=1, model=ModelConfig(name=str(model)))
+    claim(config.run_dir)
+    mark = config.run_dir / MARK
+    mark.write_text(mark.read_text().replace(begun_on(config.run_dir), "2020-02-20"))
+    backends = Backends()
+    await sft(config, watch=quiet, factories=backends.factories())
+    rows = [sample.token_ids for batch in backends.made[0].trained for sample in batch.samples]
+    assert rows
+    assert all(bytes(row[:4]) == b"2020" for row in rows)
 
 
 async def test_what_is_held_out_is_never_trained(make: Any) -> None:

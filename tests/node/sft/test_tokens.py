@@ -1,14 +1,23 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_model import CHATML, COMPACT, IM_END, make_chat_model
+from support.chat_model import (
+    BESIDE_LAST,
+    CHATML,
+    COMPACT,
+    END_OF_TEXT,
+    IM_END,
+    TWO_ENDS,
+    make_chat_model,
+)
 from support.sft_cases import QWEN, REPLIES, TALK, WEATHER, qwen_chat, trained_texts
 from support.training_cases import make_model
 
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.ops.errors import UsageError
-from primerl.node.sft.rows import BadRow, Conversation, RawText
+from primerl.node.sft.rows import BadRow, Conversation, LostPart, RawText
 from primerl.node.sft.tokens import RendererTokenizer, TemplateTokenizer, open_renderer
 
 ASSISTANT = frozenset({"assistant"})
@@ -160,6 +169,87 @@ def test_a_template_that_closes_no_reply_gets_a_stop_token(tmp_path: Path) -> No
 def test_a_row_without_a_reply_is_refused(chat: ChatFormat) -> None:
     with pytest.raises(BadRow, match="assistant"):
         TemplateTokenizer(chat, ASSISTANT).tokens(talk([{"role": "user", "content": "a"}]))
+
+
+def test_a_reply_ends_at_its_first_stop_where_the_template_writes_two(tmp_path: Path) -> None:
+    two_ends = make_chat_model(tmp_path / "m", TWO_ENDS)
+    ends = {"eos_token_id": [IM_END, END_OF_TEXT]}
+    (two_ends / "generation_config.json").write_text(json.dumps(ends))
+    chat = ChatFormat.load(two_ends)
+    user, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    tokens = TemplateTokenizer(chat, ASSISTANT).tokens(talk([user, reply, user, reply]))
+    assert trained_texts(chat, tokens) == ["b<|im_end|>", "b<|im_end|>"]
+    assert END_OF_TEXT not in tokens.token_ids
+    for text in ("b<|im_end|>", "b<|endoftext|>c"):
+        row = talk([user, {"role": "assistant", "content": text}])
+        with pytest.raises(BadRow, match="stop token"):
+            TemplateTokenizer(chat, ASSISTANT).tokens(row)
+
+
+def test_a_system_message_that_only_the_last_user_message_has_beside_it_is_named(
+    tmp_path: Path,
+) -> None:
+    chat = ChatFormat.load(make_chat_model(tmp_path / "m", BESIDE_LAST))
+    system = {"role": "system", "content": "s"}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(BadRow, match="put its text into the first user message"):
+        TemplateTokenizer(chat, ASSISTANT).tokens(talk([system, *messages]))
+    assert trained_texts(chat, TemplateTokenizer(chat, ASSISTANT).tokens(talk(messages))) == [
+        "b<|im_end|>"
+    ]
+
+
+def test_a_template_that_takes_no_system_message_says_what_to_do(tmp_path: Path) -> None:
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + QWEN
+    )
+    chat = ChatFormat.load(make_chat_model(tmp_path / "m", strict))
+    row = talk([*TALK[:2], {"role": "assistant", "content": "b"}])
+    with pytest.raises(
+        BadRow, match=r"no system\): it takes no system message there: put that text into"
+    ):
+        TemplateTokenizer(chat, ASSISTANT).tokens(row)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lost"),
+    [
+        ("\n{{ m.content }}\n</tool_response>", "\n</tool_response>", "leaves out a tool's result"),
+        ("{{ m.reasoning_content }}", "", "leaves out a reply's reasoning_content"),
+        ("{{ call.function.name }}", "", "leaves out the tool call 'weather'"),
+        ("{{ call.function.arguments | tojson }}", "{}", "leaves out an argument of the tool call"),
+        ("{{ tool | tojson }}", "", r"leaves out the schema of a tool \('weather'\)"),
+        ("{{ messages[0].content + '\\n\\n' }}", "", "leaves out the system message"),
+        (
+            "{{ m.content }}\n</tool",
+            "{{ m.content }}{{ m.content }}\n</tool",
+            "shows a tool's result 2 times",
+        ),
+    ],
+)
+def test_a_part_that_the_template_loses_or_repeats_is_named(
+    tmp_path: Path, old: str, new: str, lost: str
+) -> None:
+    assert old in QWEN
+    chat = ChatFormat.load(make_chat_model(tmp_path / "m", QWEN.replace(old, new)))
+    with pytest.raises(LostPart, match=lost):
+        TemplateTokenizer(chat, ASSISTANT).tokens(talk(parsed(), tools=[WEATHER]))
+
+
+def test_a_template_that_takes_arguments_as_text_gets_them_so(tmp_path: Path) -> None:
+    for text in ("{{ '' + call.function.arguments }}", "{{ call.function.arguments }}"):
+        template = QWEN.replace("{{ call.function.arguments | tojson }}", text)
+        chat = ChatFormat.load(make_chat_model(tmp_path / "m", template))
+        assert chat.call_form == "hermes"
+        tokens = TemplateTokenizer(chat, ASSISTANT).tokens(talk(parsed(), tools=[WEATHER]))
+        assert trained_texts(chat, tokens) == REPLIES
+
+
+def test_a_template_that_reads_thinking_is_given_the_reasoning(tmp_path: Path) -> None:
+    template = QWEN.replace("m.reasoning_content", "m.thinking")
+    chat = ChatFormat.load(make_chat_model(tmp_path / "m", template))
+    tokens = TemplateTokenizer(chat, ASSISTANT).tokens(talk(parsed(), tools=[WEATHER]))
+    assert trained_texts(chat, tokens) == REPLIES
 
 
 def test_a_template_that_fails_costs_the_row(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from primerl.node.storage.run_files import (
     CONFIG,
     MARK,
     SETTINGS,
+    begun_on,
     claim,
     clean,
     held,
@@ -111,6 +113,25 @@ def test_clean_takes_what_a_run_writes_and_names_what_it_leaves(
     assert not (run / "weights" / "step_3" / "merged").exists(), "an empty folder of ours goes, too"
     clean(run)
     assert files(run) == {MARK, *THEIRS}
+
+
+def test_the_day_on_which_a_run_began_is_kept_until_it_begins_anew(
+    run: Path, tmp_path: Path
+) -> None:
+    today = begun_on(run)
+    assert date.fromisoformat(today) <= date.today() + timedelta(days=1)
+    mark = run / MARK
+    mark.write_text(mark.read_text().replace(today, "2020-02-20"))
+    claim(run, goes_on=True)
+    assert begun_on(run) == "2020-02-20"
+    clean(run)
+    assert begun_on(run) >= today
+    mark.write_text("of a release before")
+    assert begun_on(run) >= today
+    assert begun_on(tmp_path) >= today
+    mark.write_bytes(b"\xff")
+    with pytest.raises(StorageError, match="cannot be read"):
+        begun_on(run)
 
 
 def test_twice_cleaned_a_directory_of_runs_loses_nothing(tmp_path: Path) -> None:
