@@ -2,7 +2,8 @@
 
 The trainer runs transformers' layers, and replaces two parts by its own: attention within each sequence of a
 packed row (causal, full or sliding window, with soft caps and sinks where the model has them), and logits as
-the last hidden states times the head's weights, with a soft cap where the model has one. Nothing is allowed by
+the last hidden states times the head's weights, divided and capped where the model does so. Dropout and the
+noise of routers are off: what is sampled is what is trained. Nothing is allowed by
 default: an architecture is in ARCHITECTURES only if a test compares its packed logprobs with transformers' own,
 and an unknown key of config.json is refused unless its value is neutral. `--dry-run`, `doctor`, `train`, `rl`,
 `sft` and each rank of a trainer call the same function.
@@ -34,7 +35,7 @@ COMMON = frozenset(
     max_position_embeddings mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
     partial_rotary_factor rms_norm_eps rope_theta tie_word_embeddings vocab_size""".split()
 )
-"""Keys that transformers' layers read, in training as in inference. There is no attention dropout here."""
+"""Keys that transformers' layers read, in training as in inference. Nothing is dropped out here."""
 
 CHECKED = frozenset(
     """layer_types original_max_position_embeddings quantization_config rope_parameters rope_scaling
@@ -115,15 +116,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gpt_oss": Architecture(EXPERTS | {"swiglu_alpha", "swiglu_limit"}),
     "granite": Architecture(
-        frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier"}),
-        neutral=(("logits_scaling", 1),),
+        frozenset(
+            """attention_multiplier embedding_multiplier logits_scaling
+            residual_multiplier""".split()
+        ),
     ),
     "llama": Architecture(),
     "mistral": Architecture(),
-    "mixtral": Architecture(EXPERTS, neutral=(("router_jitter_noise", 0),)),
+    "mixtral": Architecture(EXPERTS | {"router_jitter_noise"}),
     "olmo2": Architecture(),
     "olmo3": Architecture(),
-    "phi3": Architecture(neutral=(("embd_pdrop", 0), ("resid_pdrop", 0))),
+    "phi3": Architecture(frozenset({"embd_pdrop", "resid_pdrop"})),
     "qwen2": Architecture(),
     "qwen2_moe": Architecture(
         EXPERTS | {"qkv_bias", "shared_expert_intermediate_size"},
