@@ -6,6 +6,7 @@ everywhere, and weights are read from safetensors only.
 
 import json
 import logging
+import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -25,13 +26,14 @@ from .model_files import (
     contract_files,
     export,
     read_state,
+    unexpected,
     vocab_size,
 )
 from .tensors import bf16_state, to_torch, torch_dtype
 from .text_models import SIZES, TEXT_MODELS, reads_images, text_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +42,7 @@ __all__ = [
     "checkpoint_tensors",
     "contract_files",
     "create",
+    "create_random",
     "export",
     "fetch_config",
     "load_config",
@@ -173,6 +176,31 @@ def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
     except Exception as error:  # of a full disk tokenizers raises a bare one, safetensors its own
         (directory / "config.json").unlink(missing_ok=True)  # it says that a model is there
         raise StorageError(f"cannot write {directory}: {one_line(error)}") from error
+
+
+def create_random(directory: Path, config: Mapping[str, Any], seed: int) -> None:
+    """Write the causal language model that a config.json describes, with random fp32 weights.
+
+    No weight is trivial, norms and biases neither; config.json stays as given. Raises EngineError.
+    """
+    import torch
+
+    described = json.dumps(dict(config))
+    (directory / "config.json").write_text(described)
+    loaded = load_config(directory)
+    try:
+        with _building, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _model_class(loaded)(loaded).float()
+            for tensor in model.state_dict().values():
+                if tensor.ndim == 1 and tensor.is_floating_point():
+                    tensor += 0.1 * torch.randn_like(tensor)
+        model.save_pretrained(directory)
+    except EngineError:
+        raise
+    except Exception as error:  # transformers raises whatever it comes upon
+        raise EngineError(f"transformers cannot make it: {one_line(error)}") from error
+    (directory / "config.json").write_text(described)
 
 
 def _byte_tokenizer(max_length: int) -> "PreTrainedTokenizerBase":
@@ -380,6 +408,8 @@ def load_model(
         raise EngineError(
             f"the model of {directory} cannot be loaded: {one_line(error)}"
         ) from error
+    if reason := unexpected(directory, sorted(report["unexpected_keys"])):
+        raise EngineError(reason)
     if missing := sorted(report["missing_keys"]):  # transformers makes them up
         raise EngineError(
             f"{directory} lacks {len(missing)} weights of its model, as {missing[0]}: download the model again"
@@ -404,6 +434,21 @@ def empty_model(directory: Path) -> "PreTrainedModel":
     config = load_config(directory)
     with _building, torch.device("meta"):
         return _model_class(config)(config)
+
+
+def without_place(directory: Path, names: "Iterable[str]") -> list[str]:
+    """List those of a checkpoint's tensors that the model of its config.json has no place for.
+
+    Those that it skips are not listed. Raises EngineError.
+    """
+    model: Any = empty_model(directory)
+    skipped = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    own = policy_tensors(model).keys() | model.state_dict().keys()
+    return sorted(
+        name
+        for name in names
+        if name not in own and not any(re.search(one, name) for one in skipped)
+    )
 
 
 def register_attention(name: str, attend: "Callable[..., Any]") -> None:

@@ -22,7 +22,7 @@ from ..config.paths import home_directory
 from ..ops.errors import EngineError, StorageError, one_line
 from ..storage.partial import sync, sync_tree
 from ..storage.removal import remove_own
-from .json_files import read_json
+from .json_files import INDEX, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,6 @@ NEW_S = 60.0
 """Age in seconds below which a half-written directory may not be locked yet."""
 _HALF = re.compile(r"\..*-[0-9a-f]{16}\.[a-z0-9_]{8}")
 """Names of half-written directories: that of the target, between a dot and the letters of mkdtemp()."""
-INDEX = "model.safetensors.index.json"
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:
