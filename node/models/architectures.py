@@ -56,6 +56,9 @@ EXPERTS = frozenset(
     """decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
     num_experts_per_tok num_local_experts""".split()
 )
+GRANITE = frozenset(
+    """attention_multiplier embedding_multiplier logits_scaling residual_multiplier""".split()
+)
 LINEAR = frozenset(
     """full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
     linear_num_value_heads linear_value_head_dim""".split()
@@ -117,18 +120,17 @@ ARCHITECTURES: dict[str, Architecture] = {
             topk_group use_qk_norm""".split()
         ),
     ),
+    "glm4_moe_lite": Architecture(LATENT | {"mlp_layer_types"}),
     "gpt_oss": Architecture(EXPERTS | {"swiglu_alpha", "swiglu_limit"}),
-    "granite": Architecture(
-        frozenset(
-            """attention_multiplier embedding_multiplier logits_scaling
-            residual_multiplier""".split()
-        ),
-    ),
+    "granite": Architecture(GRANITE),
+    "granitemoe": Architecture(GRANITE | EXPERTS),
     "llama": Architecture(),
+    "ministral3": Architecture(),
     "mistral": Architecture(),
     "mixtral": Architecture(EXPERTS | {"router_jitter_noise"}),
     "olmo2": Architecture(),
     "olmo3": Architecture(),
+    "olmoe": Architecture(EXPERTS | {"clip_qkv"}),
     "phi3": Architecture(frozenset({"embd_pdrop", "resid_pdrop"})),
     "qwen2": Architecture(),
     "qwen2_moe": Architecture(
@@ -143,6 +145,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3_5_text": Architecture(LINEAR | QWEN3_5, linear=True, neutral=QWEN3_5_NEUTRAL),
     "qwen3_next": Architecture(EXPERTS | LINEAR | {"shared_expert_intermediate_size"}, linear=True),
+    "seed_oss": Architecture(frozenset({"attention_out_bias", "residual_dropout"})),
     "smollm3": Architecture(
         frozenset({"no_rope_layer_interval", "no_rope_layers"}),
     ),
@@ -220,8 +223,9 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
     name = _family(config)
     known = ARCHITECTURES.get(name)
     if known is None:
+        why = "" if _is_known(name) else " (there is none, and code of a checkpoint is never run)"
         yield (
-            f"its architecture {name!r} has not been compared with transformers' own forward pass: "
+            f"its architecture {name!r} has not been compared with transformers' own forward pass{why}: "
             f"choose one of {', '.join(sorted(ARCHITECTURES))}"
         )
         return
@@ -266,6 +270,18 @@ def _classes(config: Mapping[str, Any], name: str) -> Iterator[str]:
             )
 
 
+def _is_known(name: str) -> bool:
+    """Return whether transformers has a `model_type`."""
+    tables = _library().glob("models/auto/*_auto.py"), _library().glob("models/auto/*mappings.py")
+    return any(f'"{name}"' in path.read_text("utf-8") for table in tables for path in table)
+
+
+def _library() -> Path:
+    """Return the folder of transformers, which is not imported. Without transformers it does not exist."""
+    spec = find_spec("transformers")
+    return Path(spec.origin).parent if spec and spec.origin else Path("nowhere")
+
+
 _READ = re.compile(
     r"""\.([A-Za-z_]\w*) | ["']([A-Za-z_]\w*)["'] | ^\s+([A-Za-z_]\w*)\s*: | \b([A-Za-z_]\w*)\s*=""",
     re.MULTILINE | re.VERBOSE,
@@ -277,10 +293,7 @@ _IMPORTED = re.compile(r"^from (\.{2,3})([\w.]+) import", re.MULTILINE)
 @cache
 def _sources(name: str) -> tuple[Path, ...]:
     """List transformers' files of the config and the model of a `model_type`; none if it has none."""
-    spec = find_spec("transformers")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    folder = Path(spec.submodule_search_locations[0], "models", name.removesuffix("_text"))
+    folder = _library() / "models" / name.removesuffix("_text")
     return tuple(
         path for kind in ("configuration", "modeling") for path in folder.glob(f"{kind}_*.py")
     )

@@ -30,7 +30,7 @@ from .model_files import (
     vocab_size,
 )
 from .tensors import bf16_state, to_torch, torch_dtype
-from .text_models import SIZES, TEXT_MODELS, reads_images, text_model
+from .text_models import ALONE, SIZES, reads_images, text_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -368,6 +368,7 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         text = dict(config.get("text_config") or {})
         inner = auto.for_model(kind, **given).get_text_config()
         filled = json.loads(inner.to_json_string(use_diff=False))
+        inner_kind = str(filled["model_type"])
     except Exception as error:  # transformers' own checks raise whatever they come upon
         raise EngineError(
             f"the config.json of {kind!r} cannot be read: {one_line(error)}"
@@ -377,8 +378,19 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         found["tie_word_embeddings"] = config["tie_word_embeddings"]
     if "quantization_config" in config:
         found.setdefault("quantization_config", config["quantization_config"])
-    found["model_type"] = filled["model_type"]
-    return {**found, "architectures": [TEXT_MODELS[kind]]}
+    if inner_kind not in ALONE:
+        raise EngineError(
+            f"the text model of {kind!r} is a {inner_kind!r}, which was never compared with transformers' own: "
+            "choose another model"
+        )
+    family, architecture = ALONE[inner_kind]
+    if family != inner_kind:  # with other defaults
+        rope = filled["rope_parameters"].items()
+        found["rope_parameters"] = {key: one for key, one in rope if not key.startswith("mrope_")}
+        found = {
+            key: one for key, one in found.items() if key not in ("rope_scaling", "rope_theta")
+        }
+    return {**found, "model_type": family, "architectures": [architecture]}
 
 
 _building = threading.RLock()

@@ -50,6 +50,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+MINISTRAL = {**YARN, "llama_4_scaling_beta": 0.5}
+"""Scales queries by their position, from the original length on."""
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 GROWING = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 LONG = {
@@ -111,6 +113,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "use_qk_norm": True,
         },
     ),
+    ("glm4_moe_lite", {**LATENT, "mlp_layer_types": ["dense", "sparse"]}),
     (
         "gpt_oss",
         {"head_dim": 8, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -121,10 +124,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("granite", {"logits_scaling": 8.0}),
     ("granite", {"logits_scaling": 6.0, "tie_word_embeddings": True}),
+    ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 6.0}),
     ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("llama", {"rope_parameters": LLAMA3, "attention_dropout": 0.5, "hidden_act": "gelu"}),
     ("llama", {"rope_parameters": LINEAR, "head_dim": 16}),
     ("llama", {"rope_parameters": GROWING, "max_position_embeddings": LONGEST}),
+    ("ministral3", {"head_dim": 8, "sliding_window": 16}),
+    ("ministral3", {"head_dim": 8, "rope_parameters": MINISTRAL}),
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": LONGEST}),
     ("mistral", {"sliding_window": 16}),
@@ -132,6 +138,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3}),
     ("olmo2", {}),
     ("olmo3", {"sliding_window": 16, "layer_types": MIXED}),
+    ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    (
+        "olmoe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0, "norm_topk_prob": True},
+    ),
     ("phi3", {}),
     ("phi3", {"sliding_window": 16, "resid_pdrop": 0.3, "embd_pdrop": 0.3}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "layer_types": MIXED}),
@@ -152,6 +163,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 24}),
     ("qwen3_5_text", HYBRID),
     ("qwen3_5_moe_text", {**EXPERTS, **HYBRID, "shared_expert_intermediate_size": 24}),
+    ("seed_oss", {"head_dim": 8, "residual_dropout": 0.1, "attention_dropout": 0.1}),
+    ("seed_oss", {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True}),
     ("smollm3", {"no_rope_layer_interval": 2}),
 ]
 
@@ -221,7 +234,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         config_of("qwen3", layer_types=["full_attention", "linear_attention"]),
         "layers of type linear_attention",
     ),
-    (config_of("gpt2", n_embd=32), "architecture 'gpt2' has not been compared"),
+    (config_of("gpt2", n_embd=32), "architecture 'gpt2' .* own forward pass: choose one of"),
+    (config_of("mimo"), "architecture 'mimo' .* code of a checkpoint is never run"),
+    (config_of("../../evil"), "architecture '../../evil' has not been compared"),
     (config_of("gemma3_text", attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0"),
     (config_of("gemma2", use_bidirectional_attention=True), "use_bidirectional_attention is True"),
     ({"text_config": config_of("qwen3"), "model_type": "mistral3"}, "architecture 'mistral3'"),
