@@ -88,6 +88,8 @@ class Architecture:
     """Whether linear-attention layers are supported."""
     neutral: tuple[tuple[str, object], ...] = ()
     """Keys that may only have this value, the one that is computed here."""
+    positions: tuple[str, ...] = ()
+    """Keys that rope_parameters need, where they are given."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -125,7 +127,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(GRANITE),
     "granitemoe": Architecture(GRANITE | EXPERTS),
     "llama": Architecture(),
-    "ministral3": Architecture(),
+    "ministral3": Architecture(
+        positions=("llama_4_scaling_beta", "original_max_position_embeddings")
+    ),
     "mistral": Architecture(),
     "mixtral": Architecture(EXPERTS | {"router_jitter_noise"}),
     "olmo2": Architecture(),
@@ -234,6 +238,10 @@ def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
     yield from _classes(config, name)
     yield from _layers(config, known)
     yield from _positions(config, longest)
+    rope: Any = config.get("rope_parameters") or config.get("rope_scaling")
+    for key in known.positions if isinstance(rope, dict) else ():
+        if rope.get(key) is None:
+            yield f"its rope_parameters lack {key!r}, which transformers computes with"
     for key, neutral in known.neutral:
         if config.get(key) not in (None, neutral):
             yield f"{key} is {config[key]} in its config.json, but only {neutral} is supported"

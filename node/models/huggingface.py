@@ -43,6 +43,7 @@ __all__ = [
     "contract_files",
     "create",
     "create_random",
+    "default_config",
     "export",
     "fetch_config",
     "load_config",
@@ -353,6 +354,12 @@ def load_config(directory: Path) -> Any:
         raise EngineError(
             f"the config of {directory} cannot be loaded: {one_line(error)}"
         ) from error
+
+
+def default_config(kind: str) -> dict[str, Any]:
+    """Return the config.json that transformers assumes for a `model_type`, all defaults included."""
+    config = _transformers().AutoConfig.for_model(kind)
+    return json.loads(config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
 
 
 def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:

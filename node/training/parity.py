@@ -12,7 +12,7 @@ from typing import Any
 
 from ..models.architectures import ARCHITECTURES, keys_to_compare, strange_tensors, untrainable
 from ..models.json_files import read_json
-from ..ops.errors import EngineError
+from ..ops.errors import EngineError, one_line
 
 NATS = 1e-4
 """Most that a logprob may differ by; rounding in fp32 is below 2e-5."""
@@ -48,6 +48,11 @@ SIZES: Mapping[str, int] = {
     "vocab_size": 96,
 }
 """Key -> its value in the small model, where config.json gives one."""
+COUNTS = tuple(
+    """head_dim linear_num_key_heads linear_num_value_heads n_group num_attention_heads num_hidden_layers
+    num_key_value_heads topk_group""".split()
+)
+"""Further sizes, which small() chooses by their ratios."""
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -110,6 +115,16 @@ def difference(config: Mapping[str, Any]) -> float:
     Both compute a small random model of config.json in fp32; training computes all sequences packed in one
     row. Raises EngineError if one of them cannot.
     """
+    with tempfile.TemporaryDirectory(prefix="primerl-") as name:
+        try:
+            return _difference(small(config, _defaults(config)), Path(name))
+        except EngineError:
+            raise
+        except Exception as error:  # transformers and torch raise whatever they come upon
+            raise EngineError(one_line(error)) from error
+
+
+def _difference(config: Mapping[str, Any], directory: Path) -> float:
     import torch
 
     from ..config.training import TrainingConfig
@@ -127,9 +142,8 @@ def difference(config: Mapping[str, Any]) -> float:
     # kernels of linear attention, where there are any, are a GPU's
     linear = ARCHITECTURES[config["model_type"]].linear
     device = torch.device(pick_device("auto") if linear else "cpu")
-    with tempfile.TemporaryDirectory(prefix="primerl-") as name, torch.no_grad():
-        directory = Path(name)
-        huggingface.create_random(directory, small(config), seed=0)
+    huggingface.create_random(directory, config, seed=0)
+    with torch.no_grad():
         trained = TrainedModel.build(directory, training, World.alone(device))
         found = trained.read(packed, 1.0).logprobs
         trained.release()
@@ -142,17 +156,25 @@ def difference(config: Mapping[str, Any]) -> float:
         return float((found - torch.cat(wanted)).abs().max())
 
 
-def small(config: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    from ..models import huggingface
+
+    return huggingface.default_config(config["model_type"])
+
+
+def small(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with sizes that are computed in no time, and every other key as it is.
 
     Each kind of layer, and each ratio that code depends on (grouped heads, groups of experts), stays.
+    `defaults` are transformers' for sizes that config.json leaves out.
     """
+    config = {**{key: defaults[key] for key in (*SIZES, *COUNTS) if defaults.get(key)}, **given}
     found = {**config, **TOKENS, "initializer_range": 0.2}
     found |= {key: size for key, size in SIZES.items() if config.get(key)}
-    heads, pairs = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    heads = int(config.get("num_attention_heads") or HEADS)
+    pairs = int(config.get("num_key_value_heads") or heads)
     found["num_attention_heads"] = HEADS
-    if pairs:
-        found["num_key_value_heads"] = HEADS if pairs == heads else min(pairs, HEADS // 2)
+    found["num_key_value_heads"] = HEADS if pairs == heads else min(pairs, HEADS // 2)
     if keys := config.get("linear_num_key_heads"):
         grouped = config.get("linear_num_value_heads") != keys
         found |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4 if grouped else 2}
@@ -161,7 +183,7 @@ def small(config: Mapping[str, Any]) -> dict[str, Any]:
     head = SIZES["hidden_size"] // HEADS
     if config.get("qk_rope_head_dim"):
         head = SIZES["qk_rope_head_dim"]
-    elif heads and config.get("head_dim", 0) * heads > config["hidden_size"]:
+    elif int(config.get("head_dim") or 0) * heads > config.get("hidden_size", 0):
         head *= 2
     if config.get("head_dim"):
         found["head_dim"] = head

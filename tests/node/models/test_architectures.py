@@ -248,6 +248,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         config_of("olmo3", rope_parameters={"full_attention": GROWING}),
         r"\(dynamic\) depends .* beyond 64 tokens",
     ),
+    (config_of("ministral3"), ""),
+    (config_of("ministral3", rope_parameters=MINISTRAL), ""),
+    (config_of("ministral3", rope_parameters=YARN), "lack 'llama_4_scaling_beta'"),
     (config_of("llama", rope_parameters={"other": LINEAR}), "structure that is not supported"),
     (
         config_of("llama", rope_parameters={"rope_type": "default"}, rope_scaling=GROWING),
