@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
@@ -105,18 +105,27 @@ def read_config(cls: type[Config], args: Sequence[str]) -> Config:
     return load(cls, args, os.environ)
 
 
-def show_config(config: "BaseConfig", *, as_json: bool) -> None:
-    """Print a config so that it can be read back. Raises UsageError for values that TOML cannot hold."""
+def show_config(config: "BaseConfig", *, as_json: bool, notes: Sequence[str] = ()) -> None:
+    """Print a config so that it can be read back, then the lines `notes` as comments.
+
+    Raises UsageError for values that TOML cannot hold.
+    """
     from ..node.config import loader
 
     values = config.model_dump(mode="json")
-    if as_json:
-        typer.echo(to_json(values, indent=2))
-        return
     try:
-        typer.echo(loader.to_toml(values), nl=False)
+        typer.echo(
+            to_json(values, indent=2) + "\n" if as_json else loader.to_toml(values), nl=False
+        )
     except TypeError as error:
         raise UsageError(f"{error}, such as null in a list: --dry-run --json shows it") from error
+    show_notes(notes, as_json=as_json)
+
+
+def show_notes(notes: Iterable[str], *, as_json: bool) -> None:
+    """Print lines after a config, as comments; after JSON on stderr."""
+    for line in notes:
+        typer.echo(line if as_json else f"# {line}", err=as_json)
 
 
 def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> None:
@@ -136,13 +145,14 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
     check_config(engine, model, proven=proven)
 
 
-def check_model(config: "RunConfig | SftConfig") -> None:
+def check_model(config: "RunConfig | SftConfig") -> list[str]:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run.
 
     So do monitors that cannot work, and groups of one. The model that the loss compares with is checked, too.
+    Returns lines that a dry run is to show.
     """
     from ..node.config.run import ModelConfig, RunConfig
-    from ..node.models.architectures import check_trainable
+    from ..node.ops.doctor import check_trainable
     from ..node.ops.monitors import check_monitors
 
     check_monitors(config.monitors)
@@ -152,13 +162,14 @@ def check_model(config: "RunConfig | SftConfig") -> None:
                 f"rollouts.group_size of {one.name} is 1: a rollout alone is compared with nothing, and "
                 "nothing is learned from it: set it to 2 or more"
             )
-    check_trainable(config.model, config.training.seq_len)
+    notes = check_trainable(config.model, config.training.seq_len)
     teacher = config.training.loss.reference
     if teacher is None:
-        return
+        return notes
     if not teacher.is_dir():
         raise UsageError(f"training.loss.reference: {teacher} is no directory: give a model's")
     check_trainable(ModelConfig(name=str(teacher)), config.training.seq_len)
+    return notes
 
 
 def check_found(config: "RunConfig | SftConfig") -> None:
@@ -212,8 +223,7 @@ def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = Fals
     lines = [f"{one.name}: {one.advice}" for one in environments if one.state != "ok"]
     for one in check_sandbox(config):
         lines.append(f"{one.name}: {one.advice if one.state == 'problem' else one.found}")
-    for line in lines:
-        typer.echo(line if as_json else f"# {line}", err=as_json)
+    show_notes(lines, as_json=as_json)
 
 
 def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool = False) -> None:

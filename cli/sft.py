@@ -43,9 +43,9 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
     from ..node.config.sft import SftConfig
 
     config = read_config(SftConfig, ctx.args)
-    check_model(config)
+    notes = check_model(config)
     if dry_run:
-        show_config(config, as_json=as_json)
+        show_config(config, as_json=as_json, notes=notes)
         show_template(config, as_json=as_json)
         return
     from ..node.app.sft import sft

@@ -59,9 +59,9 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
     from ..node.config.run import RunConfig
 
     config = read_config(RunConfig, ctx.args)
-    check_model(config)
+    notes = check_model(config)
     if dry_run:
-        show_config(config, as_json=as_json)
+        show_config(config, as_json=as_json, notes=notes)
         show_environments(config, as_json=as_json)
         show_template(config, as_json=as_json)
         return
@@ -118,12 +118,10 @@ def rl(
     args = arguments(ctx, {**chosen, **parallel(tp, pp, dp)})
     config = read_config(RunConfig, args)
     check_engine(config)
-    check_model(config)
+    notes = check_model(config)
     placement = place(config, usable())
     if dry_run:
-        show_config(placement.applied(config), as_json=as_json)
-        for line in placement.lines():
-            typer.echo(line if as_json else f"# {line}", err=as_json)
+        show_config(placement.applied(config), as_json=as_json, notes=[*notes, *placement.lines()])
         show_environments(config, as_json=as_json)
         show_template(config, as_json=as_json)
         return

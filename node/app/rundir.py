@@ -8,6 +8,7 @@ from typing import Any
 from ...protocol.manifests import (
     RunManifest,
 )
+from ..config.paths import expand_home
 from ..config.run import RunConfig
 from ..config.sft import SftConfig
 from ..config.training import TrainingConfig
@@ -24,6 +25,7 @@ from ..storage.run_files import (
     make_directory,
     write_private,
 )
+from ..training import parity
 from ..training.checkpoint import Checkpoints
 
 
@@ -55,11 +57,17 @@ def prepare(config: RunConfig) -> Path:
 
 
 async def prepare_model(config: RunConfig | SftConfig, directory: Path) -> Path:
-    """The Hugging Face directory of the run's model, made or found."""
+    """The Hugging Face directory of the run's model, made or found.
+
+    One that was just downloaded is checked: commands check directories. Raises EngineError, StorageError.
+    """
     from ..models import huggingface
 
     if config.model.create is None:
-        return await asyncio.to_thread(huggingface.resolve, config.model.name)
+        found = await asyncio.to_thread(huggingface.resolve, config.model.name)
+        if not expand_home(config.model.name).is_dir():
+            await asyncio.to_thread(parity.check_directory, found, config.training.seq_len)
+        return found
     if not (directory / "config.json").exists():
         await asyncio.to_thread(huggingface.create, directory, config.model.create, config.seed)
     return directory

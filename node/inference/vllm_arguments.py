@@ -521,6 +521,8 @@ def check_family(
             "the model has linear attention, whose state does not go back behind a wrong draft: remove "
             f"engine.vllm.{SPECULATIVE}"
         )
+    if kind == "ministral3":
+        _check_scaled_queries(config, shape)
     if config.draft_head is not None:
         _check_draft_head(expand_home(config.draft_head), shape)
     if not cpu:
@@ -549,6 +551,21 @@ def _check_alone(kind: str, release: str) -> None:
         raise EngineError(
             f"vLLM imports torchvision for {kind}, and this Python has none that works: install the one of "
             "your torch, or set engine.type to hf"
+        )
+
+
+def _check_scaled_queries(config: EngineConfig, shape: Mapping[str, Any]) -> None:
+    """Raise EngineError for positions at which Ministral 3 scales its queries.
+
+    vLLM leaves that out (0.32, which reads the scale from Mistral's own files alone). Up to the original length
+    the scale is 1.
+    """
+    rope: Any = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    within = rope.get("original_max_position_embeddings")
+    if rope.get("llama_4_scaling_beta") and not (within and config.max_model_len <= within):
+        raise EngineError(
+            f"the model scales its queries beyond {within} tokens, which vLLM leaves out: set "
+            f"engine.max_model_len to {within} or less, or engine.type to hf"
         )
 
 

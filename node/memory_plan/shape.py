@@ -48,12 +48,16 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(plain_output=True, shared_gate=False),
     "gpt_oss": Family(sinks=True, expert_bias=True),
     "granite": Family(),
+    "granitemoe": Family(),
+    "ministral3": Family(sliding=True),
     "olmo2": Family(wide_norms=True),
     "olmo3": Family(wide_norms=True),
+    "olmoe": Family(wide_norms=True),
     "phi3": Family(sliding=True),
     "qwen3_5_moe_text": Family(head_norms=True, gated=True),
     "qwen3_5_text": Family(head_norms=True, gated=True),
     "qwen3_next": Family(head_norms=True, gated=True),
+    "seed_oss": Family(plain_output=True),
     "smollm3": Family(),
 }
 """`model_type` -> family; tests compare each with transformers' own model."""
@@ -284,7 +288,8 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         window=window,
         windowed_layers=windowed,
         qkv_biases=family.qkv_bias or bias,
-        output_bias=bias and not (family.qkv_bias or family.plain_output),
+        output_bias=(bias and not (family.qkv_bias or family.plain_output))
+        or bool(config.get("attention_out_bias")),
         head_norms=family.head_norms or bool(config.get("use_qk_norm")),
         mlp_bias=bool(config.get("mlp_bias", False)),
         linear=_linear(config),

@@ -1,49 +1,53 @@
 """Decide from config.json whether a model can be trained exactly, before anything starts.
 
+A key counts by its effect on what transformers computes. One that a test compared is known here. Any other is
+looked up in transformers' source of the family: what is not read there has no effect, and what is read is for
+training/parity.py to compare.
+
 The trainer runs transformers' layers, and replaces two parts by its own: attention within each sequence of a
 packed row (causal, full or sliding window, with soft caps and sinks where the model has them), and logits as
-the last hidden states times the head's weights, with a soft cap where the model has one. Nothing is allowed by
-default: an architecture is in ARCHITECTURES only if a test compares its packed logprobs with transformers' own,
-and an unknown key of config.json is refused unless its value is neutral. `--dry-run`, `doctor`, `train`, `rl`,
-`sft` and each rank of a trainer call the same function.
+the last hidden states times the head's weights, divided and capped where the model does so. Dropout and the
+noise of routers are off: what is sampled is what is trained. An architecture is in ARCHITECTURES only if a
+test compares its packed logprobs with transformers' own. No torch, and transformers is read, not imported.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from ..config.paths import expand_home
 from ..config.run import ModelConfig
-from ..ops.errors import EngineError, UsageError
 from .json_files import read_json
 from .text_models import reads_images
 
 IGNORED = frozenset(
-    """_attn_implementation_autoset _name_or_path add_cross_attention architectures auto_map aux_loss_alpha
-    bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eod_token_id eos_token_id ep_size
-    finetuning_task id2label initializer_range label2id max_length max_window_layers min_length model_max_length
-    model_type num_nextn_predict_layers output_attentions output_hidden_states output_router_logits pad_token_id
-    prefix pretraining_tp problem_type return_dict router_aux_loss_coef sep_token_id seq_aux
-    task_specific_params tokenizer_class torch_dtype transformers_version transformers.js_config
-    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache""".split()
+    """_name_or_path add_cross_attention architectures auto_map bos_token_id chunk_size_feed_forward dtype
+    eos_token_id id2label initializer_range label2id max_length max_window_layers model_type
+    num_nextn_predict_layers output_attentions output_hidden_states output_router_logits pad_token_id prefix
+    pretraining_tp problem_type return_dict router_aux_loss_coef sep_token_id tokenizer_class torch_dtype
+    transformers_version use_cache""".split()
 )
-"""Keys without effect on the forward pass of the listed architectures: labels, tokens, losses, formats."""
+"""Keys that most models have, or transformers reads, without effect on the forward pass: labels, tokens,
+losses, formats."""
 
 COMMON = frozenset(
     """attention_bias attention_dropout head_dim hidden_act hidden_size intermediate_size
     max_position_embeddings mlp_bias num_attention_heads num_hidden_layers num_key_value_heads
     partial_rotary_factor rms_norm_eps rope_theta tie_word_embeddings vocab_size""".split()
 )
-"""Keys that transformers' layers read, in training as in inference. There is no attention dropout here."""
+"""Keys that transformers' layers read, in training as in inference. Nothing is dropped out here."""
 
+QUANTIZED = ("compression_config", "quantization", "quantization_config")
+"""Keys that say how weights are quantized; the second one is MLX's."""
 CHECKED = frozenset(
-    """layer_types original_max_position_embeddings quantization_config rope_parameters rope_scaling
-    sliding_window use_sliding_window""".split()
+    """layer_types original_max_position_embeddings rope_parameters rope_scaling sliding_window
+    use_sliding_window""".split()
 )
 """Keys that untrainable() checks."""
-
-NEUTRAL: Mapping[str, object] = {"is_causal": True}
-"""Keys that may only have this value, as transformers' masks depend on them in every architecture."""
 
 WINDOWS = frozenset({"full_attention", "sliding_attention"})
 """Supported attention layer types."""
@@ -51,6 +55,9 @@ WINDOWS = frozenset({"full_attention", "sliding_attention"})
 EXPERTS = frozenset(
     """decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
     num_experts_per_tok num_local_experts""".split()
+)
+GRANITE = frozenset(
+    """attention_multiplier embedding_multiplier logits_scaling residual_multiplier""".split()
 )
 LINEAR = frozenset(
     """full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
@@ -81,6 +88,8 @@ class Architecture:
     """Whether linear-attention layers are supported."""
     neutral: tuple[tuple[str, object], ...] = ()
     """Keys that may only have this value, the one that is computed here."""
+    positions: tuple[str, ...] = ()
+    """Keys that rope_parameters need, where they are given."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -113,17 +122,20 @@ ARCHITECTURES: dict[str, Architecture] = {
             topk_group use_qk_norm""".split()
         ),
     ),
+    "glm4_moe_lite": Architecture(LATENT | {"mlp_layer_types"}),
     "gpt_oss": Architecture(EXPERTS | {"swiglu_alpha", "swiglu_limit"}),
-    "granite": Architecture(
-        frozenset({"attention_multiplier", "embedding_multiplier", "residual_multiplier"}),
-        neutral=(("logits_scaling", 1),),
-    ),
+    "granite": Architecture(GRANITE),
+    "granitemoe": Architecture(GRANITE | EXPERTS),
     "llama": Architecture(),
+    "ministral3": Architecture(
+        positions=("llama_4_scaling_beta", "original_max_position_embeddings")
+    ),
     "mistral": Architecture(),
-    "mixtral": Architecture(EXPERTS, neutral=(("router_jitter_noise", 0),)),
+    "mixtral": Architecture(EXPERTS | {"router_jitter_noise"}),
     "olmo2": Architecture(),
     "olmo3": Architecture(),
-    "phi3": Architecture(neutral=(("embd_pdrop", 0), ("resid_pdrop", 0))),
+    "olmoe": Architecture(EXPERTS | {"clip_qkv"}),
+    "phi3": Architecture(frozenset({"embd_pdrop", "resid_pdrop"})),
     "qwen2": Architecture(),
     "qwen2_moe": Architecture(
         EXPERTS | {"qkv_bias", "shared_expert_intermediate_size"},
@@ -137,6 +149,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3_5_text": Architecture(LINEAR | QWEN3_5, linear=True, neutral=QWEN3_5_NEUTRAL),
     "qwen3_next": Architecture(EXPERTS | LINEAR | {"shared_expert_intermediate_size"}, linear=True),
+    "seed_oss": Architecture(frozenset({"attention_out_bias", "residual_dropout"})),
     "smollm3": Architecture(
         frozenset({"no_rope_layer_interval", "no_rope_layers"}),
     ),
@@ -152,22 +165,33 @@ def untrainable(config: Mapping[str, Any], longest: int) -> str:
     return next(_faults(config, longest), "")
 
 
-def check_trainable(model: ModelConfig, longest: int) -> None:
-    """Check that a model can be trained exactly on sequences of up to `longest` tokens.
+def keys_without_effect(config: Mapping[str, Any]) -> list[str]:
+    """List the keys of config.json that nothing computes with: transformers does not read them."""
+    read = _reads(_family(config))
+    return [key for key in _unknown(config) if config[key] and key not in read]
 
-    Raises UsageError if it cannot, EngineError for an unreadable directory. If the hub does not answer, the
-    check is skipped: the trainer repeats it once it has the model.
+
+def keys_to_compare(config: Mapping[str, Any]) -> list[str]:
+    """List the keys of config.json that transformers reads, and whose effect no test compared.
+
+    Of those that are false or 0 only what the family itself reads: old files list all that others may have.
     """
-    if model.create is None and "name" not in model.model_fields_set:
-        return  # the config names no model
-    try:
-        config = read_config(model)
-    except EngineError:
-        if expand_home(model.name).is_dir():
-            raise
-        return
-    if reason := untrainable(config, longest):
-        raise UsageError(f"model {model.name!r} cannot be trained: {reason}")
+    name = _family(config)
+    own = frozenset(_words(_sources(name)))
+    return [key for key in _unknown(config) if key in (_reads(name) if config[key] else own)]
+
+
+def strange_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """List the names of a checkpoint's tensors with a part that transformers' source of the family never uses.
+
+    Some may be old names that it knows all the same.
+    """
+    known = frozenset(_words(_sources(_family(config))))
+    return sorted(
+        name
+        for name in names
+        if any(not part.isdigit() and part not in known for part in name.split("."))
+    )
 
 
 def read_config(model: ModelConfig) -> Mapping[str, Any]:
@@ -200,27 +224,107 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _faults(config: Mapping[str, Any], longest: int) -> Iterator[str]:
-    name = str(config.get("model_type", "none"))
+    name = _family(config)
     known = ARCHITECTURES.get(name)
     if known is None:
+        why = "" if _is_known(name) else " (there is none, and code of a checkpoint is never run)"
         yield (
-            f"its architecture {name!r} has not been compared with transformers' own forward pass: "
+            f"its architecture {name!r} has not been compared with transformers' own forward pass{why}: "
             f"choose one of {', '.join(sorted(ARCHITECTURES))}"
         )
         return
-    if config.get("quantization_config"):
+    if any(config.get(key) for key in QUANTIZED):
         yield "its weights are quantized: use the model in bf16"
+    yield from _classes(config, name)
     yield from _layers(config, known)
     yield from _positions(config, longest)
-    neutral = {**NEUTRAL, **dict(known.neutral)}
-    for key, value in config.items():
-        if key in neutral and value not in (None, neutral[key]):
-            yield f"{key} is {value} in its config.json, but only {neutral[key]} is supported"
-        elif value and key not in IGNORED | COMMON | CHECKED | known.keys | neutral.keys():
+    rope: Any = config.get("rope_parameters") or config.get("rope_scaling")
+    for key in known.positions if isinstance(rope, dict) else ():
+        if rope.get(key) is None:
+            yield f"its rope_parameters lack {key!r}, which transformers computes with"
+    for key, neutral in known.neutral:
+        if config.get(key) not in (None, neutral):
+            yield f"{key} is {config[key]} in its config.json, but only {neutral} is supported"
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    return str(config.get("model_type", "none"))
+
+
+def _unknown(config: Mapping[str, Any]) -> list[str]:
+    """List the keys that are given and not known here, in order."""
+    known = ARCHITECTURES.get(_family(config), Architecture())
+    neutral = dict(known.neutral).keys()
+    listed = IGNORED | COMMON | CHECKED | known.keys | neutral | frozenset(QUANTIZED)
+    return [key for key, value in config.items() if value is not None and key not in listed]
+
+
+def _classes(config: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield a fault if config.json names a class that transformers has not in this family.
+
+    Such are drafts for speculative decoding, and models of own code.
+    """
+    files = _sources(name)
+    if not files:
+        yield f"the installed transformers has no {name!r}: install a later one"
+        return
+    listed: Any = config.get("architectures") or ()
+    source = "".join(path.read_text("utf-8") for path in files)
+    for one in listed if isinstance(listed, list | tuple) else [listed]:
+        if not re.search(rf"^class {re.escape(str(one))}\(", source, re.MULTILINE):
             yield (
-                f"its config.json sets {key!r}, whose effect on {name!r} has not been tested: "
-                "remove the key from a local copy if it has no effect"
+                f"its config.json says that it is a {one}, which is no model of {name!r} in transformers: "
+                "choose a causal language model"
             )
+
+
+def _is_known(name: str) -> bool:
+    """Return whether transformers has a `model_type`."""
+    tables = _library().glob("models/auto/*_auto.py"), _library().glob("models/auto/*mappings.py")
+    return any(f'"{name}"' in path.read_text("utf-8") for table in tables for path in table)
+
+
+def _library() -> Path:
+    """Return the folder of transformers, which is not imported. Without transformers it does not exist."""
+    spec = find_spec("transformers")
+    return Path(spec.origin).parent if spec and spec.origin else Path("nowhere")
+
+
+_READ = re.compile(
+    r"""\.([A-Za-z_]\w*) | ["']([A-Za-z_]\w*)["'] | ^\s+([A-Za-z_]\w*)\s*: | \b([A-Za-z_]\w*)\s*=""",
+    re.MULTILINE | re.VERBOSE,
+)
+"""Where Python's source may read or declare a key: an attribute, a string, a field, an argument."""
+_IMPORTED = re.compile(r"^from (\.{2,3})([\w.]+) import", re.MULTILINE)
+
+
+@cache
+def _sources(name: str) -> tuple[Path, ...]:
+    """List transformers' files of the config and the model of a `model_type`; none if it has none."""
+    folder = _library() / "models" / name.removesuffix("_text")
+    return tuple(
+        path for kind in ("configuration", "modeling") for path in folder.glob(f"{kind}_*.py")
+    )
+
+
+@cache
+def _reads(name: str) -> frozenset[str]:
+    """Return all names that transformers' source of a family may read from a config, and some others.
+
+    That is what the family's files and those that they import from transformers read.
+    """
+    files = set(_sources(name))
+    for path in _sources(name):
+        for dots, module in _IMPORTED.findall(path.read_text("utf-8")):
+            base = path.parents[len(dots) - 1]
+            files.add(base.joinpath(*module.split(".")).with_suffix(".py"))
+    return frozenset(_words(path for path in files if path.is_file()))
+
+
+def _words(files: Iterable[Path]) -> Iterator[str]:
+    for path in files:
+        for groups in _READ.findall(path.read_text("utf-8")):
+            yield from groups
 
 
 def _layers(config: Mapping[str, Any], known: Architecture) -> Iterator[str]:

@@ -6,6 +6,7 @@ everywhere, and weights are read from safetensors only.
 
 import json
 import logging
+import re
 import sys
 import tempfile
 import threading
@@ -30,14 +31,15 @@ from .model_files import (
     read_state,
     read_tensors,
     tensor_names,
+    unexpected,
     vocab_size,
 )
 from .tensors import bf16_state, to_torch, torch_dtype
-from .text_models import SIZES, TEXT_MODELS, reads_images, text_model
+from .text_models import ALONE, SIZES, reads_images, text_model
 from .tokenizer_files import DEFAULT, TEMPLATE_FOLDER, read_tokenizer_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +48,8 @@ __all__ = [
     "checkpoint_tensors",
     "contract_files",
     "create",
+    "create_random",
+    "default_config",
     "export",
     "fetch_config",
     "load_config",
@@ -201,6 +205,31 @@ def save(model: Any, tokenizer: Any, directory: Path) -> None:
         model.save_pretrained(directory)
     except Exception as error:  # of a full disk tokenizers raises a bare one, safetensors its own
         raise StorageError(f"cannot write {directory}: {one_line(error)}") from error
+
+
+def create_random(directory: Path, config: Mapping[str, Any], seed: int) -> None:
+    """Write the causal language model that a config.json describes, with random fp32 weights.
+
+    No weight is trivial, norms and biases neither; config.json stays as given. Raises EngineError.
+    """
+    import torch
+
+    described = json.dumps(dict(config))
+    (directory / "config.json").write_text(described)
+    loaded = load_config(directory)
+    try:
+        with _building, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _model_class(loaded)(loaded).float()
+            for tensor in model.state_dict().values():
+                if tensor.ndim == 1 and tensor.is_floating_point():
+                    tensor += 0.1 * torch.randn_like(tensor)
+        model.save_pretrained(directory)
+    except EngineError:
+        raise
+    except Exception as error:  # transformers raises whatever it comes upon
+        raise EngineError(f"transformers cannot make it: {one_line(error)}") from error
+    (directory / "config.json").write_text(described)
 
 
 def _byte_tokenizer(max_length: int) -> "PreTrainedTokenizerBase":
@@ -431,6 +460,12 @@ def load_config(directory: Path) -> Any:
         ) from error
 
 
+def default_config(kind: str) -> dict[str, Any]:
+    """Return the config.json that transformers assumes for a `model_type`, all defaults included."""
+    config = _transformers().AutoConfig.for_model(kind)
+    return json.loads(config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
+
+
 def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model in a model of TEXT_MODELS, given its config.json.
 
@@ -444,6 +479,7 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         text = dict(config.get("text_config") or {})
         inner = auto.for_model(kind, **given).get_text_config()
         filled = json.loads(inner.to_json_string(use_diff=False))
+        inner_kind = str(filled["model_type"])
     except Exception as error:  # transformers' own checks raise whatever they come upon
         raise EngineError(
             f"the config.json of {kind!r} cannot be read: {one_line(error)}"
@@ -453,8 +489,19 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         found["tie_word_embeddings"] = config["tie_word_embeddings"]
     if "quantization_config" in config:
         found.setdefault("quantization_config", config["quantization_config"])
-    found["model_type"] = filled["model_type"]
-    return {**found, "architectures": [TEXT_MODELS[kind]]}
+    if inner_kind not in ALONE:
+        raise EngineError(
+            f"the text model of {kind!r} is a {inner_kind!r}, which was never compared with transformers' own: "
+            "choose another model"
+        )
+    family, architecture = ALONE[inner_kind]
+    if family != inner_kind:  # with other defaults
+        rope = filled["rope_parameters"].items()
+        found["rope_parameters"] = {key: one for key, one in rope if not key.startswith("mrope_")}
+        found = {
+            key: one for key, one in found.items() if key not in ("rope_scaling", "rope_theta")
+        }
+    return {**found, "model_type": family, "architectures": [architecture]}
 
 
 _building = threading.RLock()
@@ -496,6 +543,8 @@ def read_model(
         raise EngineError(
             f"the model of {directory} cannot be loaded: {one_line(error)}"
         ) from error
+    if reason := unexpected(directory, sorted(report["unexpected_keys"])):
+        raise EngineError(reason)
     if missing := sorted(report["missing_keys"]):  # transformers makes them up
         raise EngineError(
             f"{directory} lacks {len(missing)} weights of its model, as {missing[0]}: download the model again"
@@ -563,6 +612,21 @@ def empty_model(directory: Path) -> "PreTrainedModel":
     config = load_config(directory)
     with _building, torch.device("meta"):
         return _model_class(config)(config)
+
+
+def without_place(directory: Path, names: "Iterable[str]") -> list[str]:
+    """List those of a checkpoint's tensors that the model of its config.json has no place for.
+
+    Those that it skips are not listed. Raises EngineError.
+    """
+    model: Any = empty_model(directory)
+    skipped = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    own = policy_tensors(model).keys() | model.state_dict().keys()
+    return sorted(
+        name
+        for name in names
+        if name not in own and not any(re.search(one, name) for one in skipped)
+    )
 
 
 def register_attention(name: str, attend: "Callable[..., Any]") -> None:

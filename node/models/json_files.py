@@ -6,6 +6,9 @@ from typing import Any
 
 from ..ops.errors import BAD_FILE, EngineError
 
+INDEX = "model.safetensors.index.json"
+"""Name of the file that says which tensor is in which file."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object in `path`. Raises EngineError."""

@@ -3,11 +3,12 @@
 Code that comes with a model is never read; weights are safetensors only.
 """
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...crypto.hashing import short
 from ..ops.errors import EngineError, one_line
@@ -16,7 +17,7 @@ from ..storage.run_files import written_to_model
 from ..weights.replica import prove
 from ..weights.state import State, memory_threads
 from ..weights.state_history import TensorLayout, layout
-from .json_files import read_json
+from .json_files import INDEX, read_json
 from .tensors import bf16_state, from_torch, to_torch
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ CONTRACT_PATTERNS = (
     "*.tiktoken",
 )
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+QUANTIZED_TENSORS = re.compile(
+    r"(^|[._])(absmax|biases|blocks|qweight|qzeros|quant_state.*|scale_inv|scales?|weight_packed)$"
+)
+"""Ends of the names that programs give to parts of quantized weights."""
 
 
 def contract_files(directory: Path) -> list[str]:
@@ -101,19 +106,39 @@ def _count(directory: Path, key: str) -> int:
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """Return the names of all tensors in a directory's safetensors files. Raises EngineError."""
+    """Return the names of all tensors in a directory's safetensors files, or in their index.
+
+    Raises EngineError.
+    """
     from safetensors import SafetensorError, safe_open
 
     names: set[str] = set()
+    if (directory / INDEX).is_file():
+        listed: Any = read_json(directory / INDEX).get("weight_map")
+        return set(map(str, listed)) if isinstance(listed, dict) else names
     for path in directory.glob("*.safetensors"):
         try:
-            with safe_open(path, framework="pt") as reader:
+            with safe_open(path, framework="np") as reader:
                 names.update(reader.keys())
         except (SafetensorError, OSError) as error:
             raise EngineError(
                 f"{path} cannot be read ({one_line(error)}): download the model again"
             ) from error
     return names
+
+
+def unexpected(directory: Path, names: Sequence[str]) -> str:
+    """Return the reason why a checkpoint with these further tensors is refused; "" without any."""
+    if not names:
+        return ""
+    if any(QUANTIZED_TENSORS.search(name) for name in names):
+        return (
+            f"the weights in {directory} are quantized, as {names[0]} says: use the model in bf16"
+        )
+    return (
+        f"the model of config.json has no place for {len(names)} of the tensors in {directory}, as {names[0]}: "
+        "they are of another one (a draft, or one of own code), choose a causal language model"
+    )
 
 
 def read_state(directory: Path) -> State:

@@ -1,7 +1,8 @@
 """The text model of a multimodal checkpoint.
 
-Qwen3.5 and later are published as one, and most sizes of Gemma 3. A run trains the text model: it is written
-once, as a checkpoint of its own under the names of a text model, and all nodes of a run know only that.
+Qwen3-VL, Qwen3.5 and later are published as one, Mistral 3, and most sizes of Gemma 3. A run trains the text
+model: it is written once, as a checkpoint of its own under the names of a text model, and all nodes of a run
+know only that.
 """
 
 import fcntl
@@ -22,17 +23,24 @@ from ..config.paths import home_directory
 from ..ops.errors import EngineError, StorageError, one_line
 from ..storage.partial import sync, sync_tree
 from ..storage.removal import remove_own
-from .json_files import read_json
+from .json_files import INDEX, read_json
 from .tokenizer_files import TEMPLATE_FOLDER
 
 logger = logging.getLogger(__name__)
 
-TEXT_MODELS = {
-    "gemma3": "Gemma3ForCausalLM",
-    "qwen3_5": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+TEXT_MODELS = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+"""`model_type` of the models that read images whose logits of text tests compare with their text model's."""
+ALONE = {
+    "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
+    "ministral3": ("ministral3", "Ministral3ForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "qwen3_5_text": ("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
 }
-"""`model_type` of a model that reads images -> architecture of its text model. Tests compare their logits."""
+"""`model_type` of a text_config -> that of the text model as one of its own, and its architecture.
+
+Qwen3-VL's is a Qwen3: of text all three parts of a position (time, height, width) are equal."""
 PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -53,7 +61,6 @@ NEW_S = 60.0
 """Age in seconds below which a half-written directory may not be locked yet."""
 _HALF = re.compile(r"\..*-[0-9a-f]{16}\.[a-z0-9_]{8}")
 """Names of half-written directories: that of the target, between a dot and the letters of mkdtemp()."""
-INDEX = "model.safetensors.index.json"
 
 
 def reads_images(config: Mapping[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Check this machine for what a node needs, and plan the memory of a worker and a trainer on it.
 
 Nothing heavy is imported and CUDA is never started: the builds of torch and vLLM are read from their files.
+Only a key of config.json whose effect is not known makes training/parity.py compute a small model.
 Each check judges its arguments, so that tests can pass them; examine() collects them from the machine.
 """
 
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.evaluation import EvalConfig
 from ..config.paths import expand_home, home_directory
-from ..config.run import JoinConfig, NodeConfig, RunConfig
+from ..config.run import JoinConfig, ModelConfig, NodeConfig, RunConfig
 from ..config.serving import ApiConfig
 from ..environments.allowed import find_package
 from ..environments.sandbox import OWN_WORD, choose
@@ -40,8 +41,11 @@ from ..memory_plan.memory import (
     worker_share,
 )
 from ..memory_plan.shape import ModelShape
-from ..models.architectures import untrainable
+from ..models.architectures import keys_without_effect, read_config
+from ..models.json_files import read_json
+from ..models.text_models import reads_images
 from ..p2p import libp2p
+from ..training import parity
 from . import gpus
 from .errors import EngineError, UsageError
 from .gpus import GpuMemory, HostMemory, TorchBuild, machine_memory, torch_build
@@ -180,9 +184,40 @@ def check_sandbox(config: NodeConfig | EvalConfig) -> Iterator[MachineCheck]:
 def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:
     """Check that the trainer can train the model of this config.json."""
     text = f"{config.get('model_type', 'no model_type')}, sequences of up to {longest} tokens"
-    if reason := untrainable(config, longest):
+    if reason := parity.fault(config, longest):
         return MachineCheck("model", "problem", f"{text}: cannot be trained", reason)
-    return MachineCheck("model", "ok", f"{text}: can be trained")
+    note = "".join(f"; {line}" for line in _without_effect(config))
+    return MachineCheck("model", "ok", f"{text}: can be trained{note}")
+
+
+def check_trainable(model: ModelConfig, longest: int) -> list[str]:
+    """Check that a model can be trained exactly on sequences of up to `longest` tokens.
+
+    Returns what is to be said of it, at most one line. Raises UsageError if it cannot, EngineError for an
+    unreadable directory. If the hub does not answer, the check is skipped: it is repeated once the model is
+    there.
+    """
+    if model.create is None and "name" not in model.model_fields_set:
+        return []  # the config names no model
+    directory = expand_home(model.name)
+    try:
+        config = read_config(model)
+        given = model.create is None and directory.is_dir()
+        reason = parity.fault(config, longest)
+        if not reason and given and not reads_images(read_json(directory / "config.json")):
+            reason = parity.checkpoint_fault(directory)
+    except EngineError:
+        if directory.is_dir():
+            raise
+        return []
+    if reason:
+        raise UsageError(f"model {model.name!r} cannot be trained: {reason}")
+    return _without_effect(config)
+
+
+def _without_effect(config: Mapping[str, Any]) -> list[str]:
+    keys = keys_without_effect(config)
+    return [f"config.json: transformers does not read {', '.join(keys)}"] if keys else []
 
 
 def check_template(

@@ -242,7 +242,9 @@ class TrainedModel(nn.Module):
         super().__init__()
         self.causal: Any = causal
         self._chunk = config.head_chunk
-        self._cap = logit_cap(causal)
+        self._divisor = logit_divisor(causal)
+        # c tanh(l / s / c) / t is (s c) tanh(l / (s c)) / (s t)
+        self._cap = logit_cap(causal) * self._divisor
         self._world = world
         self._masters: Masters | None = None
         self.expert_load = ExpertLoad([], world)
@@ -275,7 +277,10 @@ class TrainedModel(nn.Module):
         linear_attention.reset_between_sequences(causal, world.device, compute_dtype(config, world))
         if attach is not None:
             attach(causal)
-        causal.train(not frozen).requires_grad_(False) if frozen else causal.train()
+        # without dropout or noise of routers: the policy that samplers have is the one that learns
+        causal.eval()
+        if frozen:
+            causal.requires_grad_(False)
         model = cls(causal, config, world)
         owned = experts.share_out(
             causal, config.expert_parallel, world, compute_dtype(config, world)
@@ -322,6 +327,7 @@ class TrainedModel(nn.Module):
         )
         if given is not None:
             scale = torch.where(given, 1.0, scale)
+        scale = scale * self._divisor
         return head_logprobs(hidden[rows], weight, targets, scale, self._chunk, self._cap)
 
     def read(self, row: MicroBatch, temperature: float | Sequence[float]) -> TokenInputs:
@@ -431,20 +437,25 @@ def logit_cap(causal: Any) -> float:
     return float(getattr(causal.config.get_text_config(), "final_logit_softcapping", None) or 0.0)
 
 
+def logit_divisor(causal: Any) -> float:
+    """Return the number that a model's logits are divided by (Granite)."""
+    return float(getattr(causal.config.get_text_config(), "logits_scaling", None) or 1.0)
+
+
 @torch.no_grad()
 def check_head(causal: Any) -> None:
-    """Raise EngineError unless logits are hidden states times the head's weights, capped or not."""
+    """Raise EngineError unless logits are hidden states times the head's weights, divided and capped or not."""
     head = causal.get_output_embeddings()
     if head is not None and getattr(head, "bias", None) is None:
         rng = torch.Generator().manual_seed(0)
         hidden = torch.randn(PROBE, head.weight.shape[1], generator=rng).to(head.weight)
-        plain = _capped(hidden @ head.weight.T, logit_cap(causal))
+        plain = _capped(hidden @ head.weight.T / logit_divisor(causal), logit_cap(causal))
         own = huggingface.head_logits(causal, hidden)
         if torch.allclose(plain.float(), own.float(), atol=PROBE_NATS, rtol=1e-3):
             return
     raise EngineError(
-        f"{type(causal).__name__} does more between hidden states and logits than a matrix product and a "
-        "soft cap: it cannot be trained here"
+        f"{type(causal).__name__} does more between hidden states and logits than a matrix product, a "
+        "division and a soft cap: it cannot be trained here"
     )
 
 

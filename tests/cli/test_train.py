@@ -2,6 +2,7 @@
 
 import json
 import socket
+import tomllib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,6 +80,22 @@ def test_a_teacher_that_is_not_there_or_cannot_be_computed_is_refused_by_a_dry_r
     cli(*line, str(tmp_path / "nowhere"), "--dry-run").refused(2, "is no directory")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     cli(*line, str(tmp_path), "--dry-run").refused(2, "cannot be trained")
+
+
+@pytest.mark.parametrize("command", ["rl", "train", "sft --data.files rows.jsonl"])
+def test_a_dry_run_names_keys_of_the_model_that_have_no_effect_and_still_reads_back(
+    cli: Cli, command: str, tmp_path: Path
+) -> None:
+    config = {"model_type": "llama", "vocab_size": 320, "num_beams": 4, "is_llama_config": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = (*command.split(), "--model.name", str(tmp_path), "--dry-run")
+    said = "config.json: transformers does not read num_beams, is_llama_config"
+    out = cli(*line).out
+    assert f"# {said}\n" in out
+    assert tomllib.loads(out)["model"]["name"] == str(tmp_path)
+    ran = cli(*line, "--json")
+    assert said in ran.err
+    assert json.loads(ran.out)["model"]["name"] == str(tmp_path)
 
 
 @pytest.mark.skipif(find_spec("tensorboardX") is not None, reason="it is installed")

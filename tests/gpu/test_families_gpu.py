@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine_cases import reference_logprobs
-from support.family_cases import FAMILIES, ON_GPUS, PROMPT, make_family, stepped
+from support.family_cases import FAMILIES, NOT_RUN, ON_GPUS, PROMPT, make_family, stepped
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -46,7 +46,7 @@ def apart(directory: Path, state: State, completion: Completion) -> float:
     [
         name
         for name, one in FAMILIES.items()
-        if one.vllm == ON_GPUS or "experts" in one.what or "linear" in one.what
+        if one.vllm in (ON_GPUS, NOT_RUN) or "experts" in one.what or "linear" in one.what
     ],
 )
 async def test_vllm_generates_and_is_updated_in_place(family: str, tmp_path: Path) -> None:

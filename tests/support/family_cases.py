@@ -60,9 +60,19 @@ LATENT = {
     "num_key_value_heads": 2,
     "topk_method": "noaux_tc",  # without it vLLM has no bias of the router
 }
+DEEPSEEK = ("first_k_dense_replace", "topk_method")
+LITE = {"mlp_layer_types": ["dense", "sparse"]}
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "llama_4_scaling_beta": 0.5,
+}
+"""Of Ministral 3. vLLM computes it up to the original length."""
 GATES = ("gate_proj", "up_proj", "down_proj")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-ON_CPUS, ON_GPUS, SINCE_32 = "yes", "on a GPU", "from 0.32"
+ON_CPUS, ON_GPUS, SINCE_32, NOT_RUN = "yes", "on a GPU", "from 0.32", "not tried"
 
 
 @dataclass(frozen=True)
@@ -107,18 +117,27 @@ FAMILIES: dict[str, Family] = {
         ON_CPUS,
         ATTENTION,
     ),
+    "glm4_moe_lite": Family(
+        {**{key: size for key, size in LATENT.items() if key not in DEEPSEEK}, **LITE},
+        "latent attention, experts",
+        NOT_RUN,
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    ),
     "gpt_oss": Family(
         {"head_dim": 32, "sliding_window": WINDOW, **LOCAL},
         "windows in every second layer, sinks, experts",
         ON_GPUS,
         ATTENTION,
     ),
-    "granite": Family(),
+    "granite": Family({"logits_scaling": 2.0}),  # 8 hides what adapters do
+    "granitemoe": Family({**LOCAL, "logits_scaling": 6.0}, "experts", ON_CPUS, ATTENTION),
     "llama": Family(),
+    "ministral3": Family({"head_dim": 32, "rope_parameters": SCALED}, "queries scaled by position"),
     "mistral": Family({"sliding_window": WINDOW}, "windows"),
     "mixtral": Family({"sliding_window": None, **LOCAL}, "experts", ON_CPUS, ATTENTION),
     "olmo2": Family(),
     "olmo3": Family(MIXED, "windows in most layers"),
+    "olmoe": Family({"num_experts": 4, "num_experts_per_tok": 2}, "experts", ON_CPUS, ATTENTION),
     "phi3": Family(adapters=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
     "qwen2": Family(),
     "qwen2_moe": Family(
@@ -139,6 +158,7 @@ FAMILIES: dict[str, Family] = {
         ON_CPUS,
         ATTENTION,
     ),
+    "seed_oss": Family({"head_dim": 32}),
     "smollm3": Family(),
 }
 

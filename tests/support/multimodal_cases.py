@@ -33,11 +33,44 @@ VISION = {
     **{"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64},
     **{"out_hidden_size": 64, "num_position_embeddings": 16},
 }
+PIXTRAL = {
+    **{"model_type": "pixtral", "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64},
+    **{"num_attention_heads": 2, "image_size": 32, "patch_size": 16},
+}
+MISTRAL = {"vision_config": PIXTRAL, "image_token_index": 300}
+SCALED = {
+    **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1},
+    "original_max_position_embeddings": 16,
+}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", {"text_config": {**SIZES, **HYBRID}, "vision_config": VISION}),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
         {"text_config": {**SIZES, **HYBRID, **EXPERTS}, "vision_config": VISION},
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "text_config": {
+                **SIZES,
+                "rope_parameters": {
+                    **{"mrope_interleaved": True, "mrope_section": [8, 4, 4]},
+                    **{"rope_type": "default", "rope_theta": 5e6},
+                },
+            },
+            "vision_config": {**VISION, "deepstack_visual_indexes": [0]},
+        },
+    ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": {"model_type": "ministral3", **SIZES, "rope_parameters": SCALED},
+            **MISTRAL,
+        },
+    ),
+    "mistral3/mistral": (
+        "Mistral3",
+        {"text_config": {"model_type": "mistral", **SIZES, "sliding_window": None}, **MISTRAL},
     ),
     "gemma3": (
         "Gemma3",

@@ -119,6 +119,17 @@ def test_a_text_model_that_older_releases_serve_only_as_a_part_is_refused(
         check_family(vllm(), shape, cpu=False, release="0.32.0")
 
 
+@pytest.mark.parametrize("cpu", [True, False])
+def test_queries_that_ministral_scales_are_refused_where_vllm_leaves_that_out(cpu: bool) -> None:
+    rope = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 256}
+    scaled = SHAPE | {"model_type": "ministral3", "rope_parameters": rope}
+    check_family(vllm(max_model_len=256), scaled, cpu=cpu)
+    with pytest.raises(EngineError, match=r"beyond 256 tokens.* engine\.max_model_len to 256"):
+        check_family(vllm(max_model_len=257), scaled, cpu=cpu)
+    plain = scaled | {"rope_parameters": rope | {"llama_4_scaling_beta": 0.0}}
+    check_family(vllm(max_model_len=4096), plain, cpu=cpu)
+
+
 def test_a_pipeline_has_at_most_as_many_stages_as_there_are_layers() -> None:
     check_parallel(vllm(pp=6), SHAPE)
     with pytest.raises(UsageError, match="6 layers"):

@@ -63,9 +63,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("gpt_oss", {"head_dim": 32, "num_local_experts": 4}),
     ("granite", {}),
+    ("granitemoe", {"num_local_experts": 4}),
+    ("ministral3", {"head_dim": 32}),
     ("olmo2", {"pad_token_id": 0}),
     ("olmo3", {"head_dim": 32, "pad_token_id": 0}),
+    ("olmoe", {"num_experts": 4}),
     ("phi3", {"pad_token_id": 0}),
+    ("seed_oss", {"head_dim": 32, "attention_bias": True}),
+    ("seed_oss", {"head_dim": 32, "attention_bias": False, "attention_out_bias": True}),
     ("smollm3", {"pad_token_id": 0}),
     ("qwen3_5_text", LINEAR),
     ("qwen3_5_moe_text", {**LINEAR, "num_experts": 4, "moe_intermediate_size": 32}),
@@ -152,7 +157,7 @@ def test_layers_with_a_window_are_counted_apart() -> None:
 def test_a_model_that_also_reads_images_is_planned_by_the_config_of_its_text_model() -> None:
     outer = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **SMALL}}
     assert read_shape(text_config(outer)).family == "gemma3_text"
-    other = {"model_type": "mistral3", "text_config": {"model_type": "mistral", **SMALL}}
+    other = {"model_type": "llava", "text_config": {"model_type": "mistral", **SMALL}}
     with pytest.raises(EngineError, match="no num_hidden_layers: use a causal language model"):
         read_shape(text_config(other))
 

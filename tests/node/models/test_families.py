@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.auditor_cases import item_of, make_run, measured
 from support.engine_cases import FP32, reference_logprobs
-from support.family_cases import FAMILIES, ON_GPUS, PROMPT, make_family, stepped, table
+from support.family_cases import FAMILIES, ON_CPUS, PROMPT, SINCE_32, make_family, stepped, table
 from support.prefill_core import PrefillCore
 from support.weights_cases import applied, infos
 
@@ -185,7 +185,7 @@ def test_adapters_merged_into_the_base_compute_what_is_trained(policies: Policie
     [
         pytest.param(name, marks=pytest.mark.slow if name in EVERY_TIME else pytest.mark.nightly)
         for name, family in FAMILIES.items()
-        if family.vllm != ON_GPUS
+        if family.vllm in (ON_CPUS, SINCE_32)
     ],
 )
 async def test_vllm_generates_is_updated_in_place_and_its_work_audited(

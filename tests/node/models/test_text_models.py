@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.multimodal_cases import SIZES, saved
+from support.multimodal_cases import CHECKPOINTS, SIZES, saved
 
 from primerl.node.config.run import ModelConfig
 from primerl.node.models import huggingface, text_models
-from primerl.node.models.architectures import read_config, untrainable
+from primerl.node.models.architectures import ARCHITECTURES, read_config, untrainable
 from primerl.node.models.json_files import read_json
 from primerl.node.models.tokenizer_files import read_tokenizer_files
 from primerl.node.ops.errors import EngineError, StorageError
+from primerl.node.training.parity import difference
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -28,7 +29,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("kind", text_models.TEXT_MODELS)
+def test_every_kind_of_checkpoint_is_compared() -> None:
+    assert {kind.partition("/")[0] for kind in CHECKPOINTS} == set(text_models.TEXT_MODELS)
+    assert {family for family, _ in text_models.ALONE.values()} <= ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_the_text_model_says_of_text_what_the_whole_says(kind: str, tmp_path: Path) -> None:
     whole = saved(kind, tmp_path / "whole")
     directory = huggingface.resolve(str(tmp_path / "whole"))
@@ -52,7 +58,7 @@ def test_a_checkpoint_of_several_files_stays_one(tmp_path: Path) -> None:
         assert torch.equal(alone(input_ids=TOKENS).logits, whole(input_ids=TOKENS).logits)
 
 
-@pytest.mark.parametrize("kind", text_models.TEXT_MODELS)
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_it_can_be_trained_and_that_is_known_before_it_is_written(
     kind: str, tmp_path: Path, cache: Path
 ) -> None:
@@ -62,8 +68,9 @@ def test_it_can_be_trained_and_that_is_known_before_it_is_written(
     directory = huggingface.resolve(str(tmp_path / "whole"))
     assert json.loads(json.dumps(before)) == read_json(directory / "config.json")
     assert untrainable(before, 64) == ""
+    assert difference(before) < 1e-4
     gated = {**before, "output_gate_type": "sigmoid"}
-    assert kind == "gemma3" or "output_gate_type is sigmoid" in untrainable(gated, 64)
+    assert not kind.startswith("qwen3_5") or "output_gate_type is sigmoid" in untrainable(gated, 64)
 
 
 def test_it_is_written_once_for_a_checkpoint(tmp_path: Path) -> None:
@@ -132,6 +139,24 @@ def test_the_config_is_the_checkpoint_s_own_and_of_no_release(tmp_path: Path) ->
     found = read_config(ModelConfig(name=str(tmp_path / "whole")))
     assert "transformers_version" not in found
     assert (found["hidden_size"], found["num_attention_heads"], found["head_dim"]) == (2560, 8, 256)
+
+
+def test_a_text_model_that_was_never_compared_is_refused_by_its_name(tmp_path: Path) -> None:
+    config = {"model_type": "mistral3", "text_config": {"model_type": "cohere", **SIZES}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match="text model of 'mistral3' is a 'cohere'"):
+        read_config(ModelConfig(name=str(tmp_path)))
+
+
+def test_qwen3_vl_becomes_a_qwen3_with_the_positions_of_its_config(tmp_path: Path) -> None:
+    rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    text = {**SIZES, "rope_scaling": rope, "rope_theta": 5000000, "rms_norm_eps": 1e-6}
+    config = {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text", **text}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_config(ModelConfig(name=str(tmp_path)))
+    assert (found["model_type"], found["architectures"]) == ("qwen3", ["Qwen3ForCausalLM"])
+    assert found["rope_parameters"] == {"rope_type": "default", "rope_theta": 5000000}
+    assert "rope_scaling" not in found
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,18 @@ def test_one_compilation_serves_every_number_of_rows() -> None:
 
 def test_a_model_that_does_more_with_hidden_states_is_refused(tmp_path: Path) -> None:
     make_family("granite", tmp_path, logits_scaling=2.0)
+    model: Any = huggingface.load_model(tmp_path)
+    check_head(model)
+    own = model.forward
+
+    def shifted(*given: Any, **named: Any) -> Any:
+        found = own(*given, **named)
+        found.logits = found.logits + 1.0
+        return found
+
+    model.forward = shifted
     with pytest.raises(EngineError, match="does more between hidden states and logits"):
-        check_head(huggingface.load_model(tmp_path))
+        check_head(model)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_5_text", "gpt_oss"])
