@@ -42,7 +42,7 @@ from primerl.node.verification.auditor import (
     evidence,
 )
 from primerl.node.verification.bounds import BUILT_IN, proof_contract
-from primerl.node.verification.cheats import BATCH, WANTED, batches_caught
+from primerl.node.verification.cheats import BATCH, WANTED, batches_caught, stated
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.judge import judge
 from primerl.node.verification.replay import Replay
@@ -175,12 +175,12 @@ def sizes(drawn: Drawn) -> dict[str, float]:
     """Describe the supports and their bytes."""
     pairs = [(one.support, one.token_ids) for one in drawn.replies]
     counts = np.concatenate([(unpack_support(*pair) >= 0).sum(1) for pair in pairs])
-    stated = counts[counts > 0]
+    listed = counts[counts > 0]
     return {
         "tokens": len(counts),
-        "mean size": float(stated.mean()),
-        "median size": float(np.median(stated)),
-        "of one token": float((stated == 1).mean()),
+        "mean size": float(listed.mean()),
+        "median size": float(np.median(listed)),
+        "of one token": float((listed == 1).mean()),
         "not stated": float((counts == 0).mean()),
         "bytes a token": sum(len(data) for data, _ in pairs) / len(counts),
     }
@@ -199,15 +199,8 @@ def forged(network: LanguageModel, item: AuditItem, top_p: float) -> AuditItem:
         rows, drawn = torch.arange(len(tokens)), torch.tensor(tokens)
         limits = torch.zeros_like(rows), torch.full((len(rows),), top_p)
         found = draw(logits, torch.ones(len(rows)), rows, rows, Narrowed(rows, *limits)).support
-        assert found is not None  # every row is limited
-        missing = (found[:, 0] >= 0) & ~(found == drawn[:, None]).any(1)
-        last = (found >= 0).sum(1).clamp_max(found.shape[1] - 1)
-        left = found.clone()
-        left[missing, last[missing]] = drawn[missing].int()
-        over = logits.gather(1, left.clamp_min(0).long()).masked_fill(left < 0, -torch.inf)
-        total = over.logsumexp(1).where(left[:, 0] >= 0, logits.logsumexp(1))
-        logprobs = logits.gather(1, drawn[:, None])[:, 0] - total
-    return replace(item, support=pack_support(left.numpy(), tokens), logprobs=logprobs.tolist())
+        support, logprobs = stated(logits, drawn, found)
+    return replace(item, support=pack_support(support.numpy(), tokens), logprobs=logprobs.tolist())
 
 
 def audited(

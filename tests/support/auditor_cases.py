@@ -12,7 +12,6 @@ from msgspec import structs
 from support.engine_cases import FP32, SHAPE, blended, make_qwen3
 from support.protocol_cases import MANIFEST, PROOFS, played_otherwise
 from torch import Tensor
-from torch.nn.functional import pad
 
 from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -21,7 +20,7 @@ from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.sampler import Narrowed, draw
 from primerl.node.models.routers import route_shape
-from primerl.node.models.support import join_support, pack_support, unpack_support
+from primerl.node.models.support import join_support, pack_support
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.pipeline.activations import rounded
 from primerl.node.verification.auditor import (
@@ -32,6 +31,7 @@ from primerl.node.verification.auditor import (
     Unreadable,
     other_versions,
 )
+from primerl.node.verification.cheats import stated
 from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding
@@ -61,10 +61,7 @@ class Case:
         return self.claimed(item, *self.prefill(item, version))
 
     def stated(self, item: AuditItem, top_k: int = 0, top_p: float = 1.0) -> AuditItem:
-        """Replace the supports of `item` by those that these limits leave, and its logprobs by those over them.
-
-        A token that they do not leave keeps its support and its logprob.
-        """
+        """Replace the supports of `item` by those that these limits leave, and its logprobs accordingly."""
         places = [place for reply in item.replies for place in range(reply.start, reply.end)]
         tokens = [item.token_ids[place] for place in places]
         drawn, rows = torch.tensor(tokens), torch.arange(len(tokens))
@@ -73,20 +70,8 @@ class Case:
         with torch.inference_mode():
             logits = _network(self, self.states[OWN]).logits(led).float()
             heat = torch.full((len(rows),), item.temperature)
-            support = draw(logits, heat, rows, rows, Narrowed(rows, *limits)).support
-            assert support is not None
-            left = (support >= 0).any(-1)
-            inside = (support == drawn[:, None]).any(-1) | ~left
-            own = torch.from_numpy(unpack_support(item.support, tokens))
-            size = max(own.shape[1], support.shape[1])
-            own, support = (pad(one, (0, size - one.shape[1]), value=-1) for one in (own, support))
-            support = support.where(inside[:, None], own)
-            scaled = logits / item.temperature
-            over = scaled.gather(1, support.clamp_min(0).long()).masked_fill(
-                support < 0, -torch.inf
-            )
-            total = over.logsumexp(-1).where(support[:, 0] >= 0, scaled.logsumexp(-1))
-            logprobs = scaled.gather(1, drawn[:, None])[:, 0] - total
+            left = draw(logits, heat, rows, rows, Narrowed(rows, *limits)).support
+            support, logprobs = stated(logits / item.temperature, drawn, left)
         return replace(
             item, support=pack_support(support.numpy(), tokens), logprobs=logprobs.tolist()
         )
