@@ -73,7 +73,8 @@ class AdapterContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How every token is drawn: from softmax(logits / temperature), limited to its likeliest tokens.
 
-    Logprobs are of all tokens, whatever the limits. Defaults, which limit nothing, are left out.
+    Logprobs are over the tokens that the limits leave, where a rollout states them (BranchRecord.support), else
+    over all. Defaults, which limit nothing, are left out.
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)]
@@ -88,6 +89,11 @@ class SamplingContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         msgspec.Meta(max_length=8),
     ] = ()
     """Strings that end a reply, with the first token that completes one."""
+
+    @property
+    def truncates(self) -> bool:
+        """Return whether tokens are drawn at random from fewer than all: rollouts then state their supports."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 class EnvironmentContract(

@@ -27,6 +27,10 @@ MAX_SPANS = 64
 MAX_BLAMED = 48
 MAX_ROUTES = 64 * 2**20
 """Bytes of a branch's routes: 48 layers with 8 experts a token take 384 bytes a sampled token."""
+MAX_SUPPORT = 255
+"""Most tokens of a sampling support that is stated."""
+MAX_SUPPORTS = 64 * 2**20
+"""Bytes of a branch's supports: at most 1 + 4 (MAX_SUPPORT - 1) a sampled token, some 30 in the mean."""
 MAX_DETAIL = 200
 """Bytes of evidence per rejection; a verdict of MAX_REJECTIONS stays below 64 KiB."""
 
@@ -60,6 +64,11 @@ class BranchRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     routes: Annotated[bytes, msgspec.Meta(max_length=MAX_ROUTES)] = b""
     """S routes (manifests.RouteShape): of each sampled token the experts that read the token before it, and so
     led to it. [layer][k] u8, u16 little-endian from 257 experts on. Empty: the trainer's own choice counts."""
+    support: Annotated[bytes, msgspec.Meta(max_length=MAX_SUPPORTS)] = b""
+    """Sampling support of each sampled token: the tokens that top_p and top_k left to draw from. First S x u8,
+    how many others than the drawn one there are (MAX_SUPPORT: too many, not stated); then the others of each
+    token that states them, ascending, u32. `logprobs` are over the stated support, else over all tokens. Empty
+    where nothing is truncated, and from pipelines."""
 
 
 WITHDRAWN = "withdrawn: "

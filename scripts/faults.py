@@ -905,6 +905,20 @@ FAULTS = (
         ("test_replies_under_another_top_p_than_the_leases_are_rejected",),
     ),
     Fault(
+        "supports are not audited",
+        "node/inference/sampler.py",
+        "margins = torch.maximum(margins, least)",
+        "pass",
+        ("test_wider_and_narrower_supports_are_caught_within_16_rollouts",),
+    ),
+    Fault(
+        "the trainer's logprobs are over all tokens where draws were truncated",
+        "node/training/packing.py",
+        "rows[masks] = stated",
+        "pass",
+        ("test_the_first_step_after_a_truncated_draw_has_ratios_of_1",),
+    ),
+    Fault(
         "experts that a router did not choose are no fault of a route",
         "node/models/routers.py",
         "outside = ~(claimed[:, :, None] == own[:, None, :]).any(2) & (claimed >= 0)",

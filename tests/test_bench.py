@@ -105,6 +105,15 @@ def test_the_bench_of_routes_runs_at_toy_size(tmp_path: Path) -> None:
     assert max(audit["honest"]["routing"]) < min(audit["random in one layer"]["routing"])
 
 
+@pytest.mark.nightly
+def test_the_bench_of_supports_runs_at_toy_size(tmp_path: Path) -> None:
+    told = bench("supports.py", tmp_path / "r.json", "--threads", "1")
+    assert all(goal["ok"] for goal in told["goals"])
+    assert 1 < told["supports"]["bytes a token"] < 1017
+    *_, mixed = told["mismatch"].values()
+    assert mixed["mismatch_kl"] > 10 * told["mismatch"]["drawn from all tokens"]["mismatch_kl"]
+
+
 @pytest.mark.skipif(is_installed(), reason="vLLM is installed")
 def test_without_vllm_the_bench_of_pipelines_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

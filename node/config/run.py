@@ -385,10 +385,15 @@ class SamplingConfig(ProvedSamplingConfig):
     max_tokens: Positive = 16
     """Most tokens of one reply."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draw from the likeliest tokens that hold this probability together, of those that top_k leaves. Logprobs,
-    also those of the loss, are of all tokens."""
+    """Draw from the likeliest tokens that hold this probability together, of those that top_k leaves. Rollouts
+    state which tokens are left, and logprobs, also those of the loss, are over these."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Draw from this many likeliest tokens; 0 is all."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from fewer than all."""
+        return self.top_k > 0 or self.top_p < 1
 
 
 class KeepConfig(BaseConfig):
@@ -798,18 +803,24 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     def _check_own_training(self) -> None:
         """Refuse an advantage or a loss of an environment that the rest of [training] forbids."""
-        temperatures = {one.name: one.sampling.temperature for one in self.mixture}
+        sampled = {one.name: self.sampling_of(one) for one in self.mixture}
         for name, own in self.training_on().items():
             try:
                 TrainingConfig.model_validate(own.model_dump())
             except ValidationError as error:
                 said = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise ValueError(f"the environment {name!r}: {said}") from error
-            if own.loss.endpoint is not None and temperatures[name] != 1.0:
+            sampling = sampled[name]
+            if own.loss.endpoint is not None and sampling.truncates:
+                raise ValueError(
+                    "training.loss.endpoint: a server says logprobs over all tokens, and the environment "
+                    f"{name!r} draws by top_p or top_k from fewer: set top_p = 1 and top_k = 0, or a reference"
+                )
+            if own.loss.endpoint is not None and sampling.temperature != 1.0:
                 raise ValueError(
                     "training.loss.endpoint: a server of vLLM says logprobs at temperature 1, and the "
-                    f"environment {name!r} draws at {temperatures[name]:g}: set sampling.temperature = 1, or a "
-                    "reference"
+                    f"environment {name!r} draws at {sampling.temperature:g}: set sampling.temperature = 1, "
+                    "or a reference"
                 )
             if own.loss.needs_reference and not self._has_teacher(own.loss):
                 raise ValueError(

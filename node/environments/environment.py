@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ..inference.engine import Completion, join_boundaries, join_spans
+from ..models.support import join_support
 from ..ops.errors import NodeError
 from .stop_strings import StopStrings
 
@@ -58,6 +59,8 @@ class Branch:
     """Pipeline plan of the boundaries; if the plan changed between turns, the last plan, without boundaries."""
     routes: bytes = b""
     """Routes of all sampled tokens, joined; empty if a reply has none."""
+    support: bytes = b""
+    """Supports of all sampled tokens, joined; empty if a reply has none."""
 
     @classmethod
     def of_turns(
@@ -83,6 +86,7 @@ class Branch:
             routes=b"".join(turn.routes for turn in turns)
             if all(turn.routes for turn in turns)
             else b"",
+            support=join_support([(turn.support, len(turn.token_ids)) for turn in turns]),
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ..inference.engine import Completion, GenerateRequest, join_boundaries, join_spans
+from ..models.support import cut_support, join_support
 
 FIRST_PART = 64
 """Tokens that are generated before the text is looked at; parts grow twofold, up to LAST_PART."""
@@ -81,6 +82,7 @@ def _first(completion: Completion, tokens: int) -> Completion:
         proof=part(completion.proof),
         boundaries=tuple(map(part, completion.boundaries)),
         routes=part(completion.routes),
+        support=cut_support(completion.support, whole, tokens),
     )
 
 
@@ -98,4 +100,5 @@ def _joined(first: Completion, second: Completion) -> Completion:
         boundaries=boundaries,
         plan=plan,
         routes=first.routes + second.routes,
+        support=join_support([(one.support, len(one.token_ids)) for one in (first, second)]),
     )

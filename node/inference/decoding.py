@@ -23,8 +23,8 @@ COMPACT_AT = 0.75
 class DecodedReply:
     """Result of one request; ended by a stop token if `stopped`, else by its length limit.
 
-    `hidden` [tokens, d] fp32 are the states that led to the tokens, `routes` [tokens, layers, k] the experts;
-    both are None unless requested.
+    `hidden` [tokens, d] fp32 are the states that led to the tokens, `routes` [tokens, layers, k] the experts,
+    `support` [tokens, W] int32 SampledTokens.support; all are None unless requested.
     """
 
     token_ids: list[int]
@@ -32,6 +32,7 @@ class DecodedReply:
     stopped: bool = False
     hidden: Tensor | None = None
     routes: Tensor | None = None
+    support: Tensor | None = None
 
 
 @dataclass
@@ -77,7 +78,8 @@ def decode(
     not numbers, or if hidden states are to be kept and the network does not show them.
     """
     replies = [DecodedReply([], []) for _ in requests]
-    hidden, routes = Trail(), Trail()
+    hidden, routes, supports = Trail(), Trail(), Trail()
+    supported = [request.supported for request in requests]
     with torch.inference_mode():
         rows = _rows(requests, network.device, max_length)
         narrow = rows.narrowed() is not None
@@ -92,7 +94,9 @@ def decode(
             narrowed = rows.narrowed() if narrow else None
             drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
             stopped = (drawn.tokens[:, None] == rows.stops).any(1)
-            _record(replies, rows, drawn, stopped)
+            if any(supported) and drawn.support is not None:
+                supports.add(drawn.support, rows)
+            _record(replies, rows, drawn, stopped, supported)
             rows.positions += 1
             rows.alive &= ~stopped & (rows.positions < rows.ends)
             rows, tokens = _compact(rows, session, drawn.tokens)
@@ -104,6 +108,8 @@ def decode(
             reply.hidden = own.float()
         for reply, own in zip(replies, routes.share_out(counts), strict=False):
             reply.routes = own
+        for reply, own in zip(replies, supports.share_out(counts), strict=False):
+            reply.support = own
     return replies
 
 
@@ -194,11 +200,19 @@ def _prefill(
     return session, output
 
 
-def _record(replies: list[DecodedReply], rows: Rows, drawn: SampledTokens, stopped: Tensor) -> None:
-    columns = (rows.requests, rows.alive, drawn.tokens, drawn.logprobs, stopped)
-    for index, alive, token, logprob, stop in zip(*(c.tolist() for c in columns), strict=True):
+def _record(
+    replies: list[DecodedReply],
+    rows: Rows,
+    drawn: SampledTokens,
+    stopped: Tensor,
+    supported: Sequence[bool],
+) -> None:
+    over = drawn.logprobs if drawn.support_logprobs is None else drawn.support_logprobs
+    columns = (rows.requests, rows.alive, drawn.tokens, drawn.logprobs, over, stopped)
+    for index, alive, token, logprob, own, stop in zip(*(c.tolist() for c in columns), strict=True):
         if not alive:
             continue
+        logprob = own if supported[index] else logprob
         if not isfinite(logprob):
             raise EngineError("the policy's logits are not numbers: load another version")
         replies[index].token_ids.append(token)

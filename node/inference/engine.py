@@ -45,6 +45,8 @@ class GenerateRequest:
     """Number of likeliest tokens to draw from; 0 is all."""
     top_p: float = 1.0
     """Probability of the likeliest tokens to draw from (at least one), of those that top_k leaves."""
+    supported: bool = False
+    """Whether the completion states the support of each token; only where top_k or top_p truncate."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Completion:
     """One sampled reply.
 
     `logprobs[i]` is the log-probability of `token_ids[i]` under softmax(logits / temperature) over the whole
-    vocabulary, regardless of top_k and top_p.
+    vocabulary, regardless of top_k and top_p; over its support where that is stated.
     """
 
     token_ids: list[int]
@@ -72,6 +74,8 @@ class Completion:
     routes: bytes = b""
     """Routes as in BranchRecord, for a mixture of experts with
     engine.enable_return_routed_experts; else empty."""
+    support: bytes = b""
+    """Supports as in BranchRecord, of a request that asks for them; else empty, and from pipelines."""
 
 
 def join_boundaries(parts: Sequence[Completion]) -> tuple[tuple[bytes, ...], bytes]:
@@ -269,6 +273,9 @@ def check_request(request: GenerateRequest, vocab_size: int, max_model_len: int)
         raise EngineError(f"top_k is {request.top_k}: give the number of tokens, or 0 for all")
     if not 0 < request.top_p <= 1:
         raise EngineError(f"top_p is {request.top_p}: give a number above 0 and at most 1")
+    limited = request.temperature > 0 and (request.top_k > 0 or request.top_p < 1)
+    if request.supported and not limited:
+        raise EngineError("there is no support of tokens drawn from all: give top_k or top_p")
     if not 0 <= request.seed < 2**63:
         raise EngineError(f"seed {request.seed} is outside 0..2**63-1: reduce it")
 

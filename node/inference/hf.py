@@ -296,9 +296,14 @@ class HfEngine:
             keep_hidden=self._fingerprint is not None,
             keep_routes=self._config.enable_return_routed_experts,
         )
-        return [self._complete(reply, loaded.version) for reply in replies]
+        return [
+            self._complete(reply, loaded.version, job.request)
+            for reply, job in zip(replies, batch, strict=True)
+        ]
 
-    def _complete(self, reply: "DecodedReply", version: int) -> Completion:
+    def _complete(
+        self, reply: "DecodedReply", version: int, request: GenerateRequest
+    ) -> Completion:
         return Completion(
             token_ids=reply.token_ids,
             logprobs=reply.logprobs,
@@ -307,6 +312,7 @@ class HfEngine:
             policy_last=version,
             proof=self._prove(reply),
             routes=self._routes(reply),
+            support=_support(reply) if request.supported else b"",
         )
 
     def _routes(self, reply: "DecodedReply") -> bytes:
@@ -332,6 +338,14 @@ class HfEngine:
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise EngineError(CLOSED)
+
+
+def _support(reply: "DecodedReply") -> bytes:
+    from ..models.support import pack_support
+
+    if reply.support is None:  # no request of its batch truncates
+        return b""
+    return pack_support(reply.support.cpu().numpy(), reply.token_ids)
 
 
 class HfCore:

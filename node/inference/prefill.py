@@ -5,14 +5,17 @@ state, projected as in a fingerprint. On request it adds the margin and the logp
 and how far a claimed route is from the experts that its routers choose for the token before.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..models.support import NO_SUPPORT, stack_supports
 from .fingerprint import NUMBERS
 
 PREFILL = "primerl_prefill"
-"""Key of SamplingParams.extra_args: [key of the request, temperature, top_k, top_p, claims as bytes]."""
+"""Key of SamplingParams.extra_args: [key of the request, temperature, top_k, top_p, claims as bytes, width]."""
 MARGIN, LOGPROB, ROUTING, ROUTING_MARGIN, PROJECTED = range(5)
 """Columns of an answer; PROJECTED is the first of NUMBERS."""
 COLUMNS = PROJECTED + NUMBERS
@@ -38,38 +41,63 @@ class PrefillRequest(msgspec.Struct, frozen=True, array_like=True):
     """top_k that the claimed tokens were drawn with; 0: all."""
     top_p: float = 1.0
     """Likewise."""
+    width: int = 0
+    """Most tokens of a support that a claim states; 0: none states one."""
 
 
-def claim_type(route_bytes: int = 0) -> np.dtype[np.void]:
+def claim_type(route_bytes: int = 0, width: int = 0) -> np.dtype[np.void]:
     """Return the record type of a claim.
 
-    `route_bytes`: bytes of a route per token, 0 in a run without routes.
+    `route_bytes`: bytes of a route per token, 0 in a run without routes; `width`: that of PrefillRequest.
     """
     fields = [("places", "<i8"), ("seeds", "<i8"), ("tokens", "<i8"), ("drawn", "?")]
-    return np.dtype([*fields, ("routed", "?"), ("routes", "u1", (route_bytes,))])
+    fields += [("routed", "?"), ("routes", "u1", (route_bytes,)), ("support", "<i4", (width,))]
+    return np.dtype(fields)
 
 
 def make_claims(
-    places: Numbers, seeds: Numbers, tokens: Numbers, routes: NDArray[np.uint8] | None = None
+    places: Numbers,
+    seeds: Numbers,
+    tokens: Numbers,
+    routes: NDArray[np.uint8] | None = None,
+    support: NDArray[np.int32] | None = None,
 ) -> Claims:
     """Make claims [N] of drawn `tokens`.
 
-    `routes` [N, bytes of one] belong to the tokens before them.
+    `routes` [N, bytes of one] belong to the tokens before them; `support` [N, W] is that of sampler.weigh().
     """
-    claims = np.zeros(len(places), claim_type(0 if routes is None else routes.shape[1]))
+    route_bytes = 0 if routes is None else routes.shape[1]
+    claims = np.zeros(
+        len(places), claim_type(route_bytes, 0 if support is None else support.shape[1])
+    )
     claims["places"], claims["seeds"], claims["tokens"] = places, seeds, tokens
     claims["drawn"] = True
     if routes is not None:
         claims["routes"], claims["routed"] = routes, True
+    if support is not None:
+        claims["support"] = support
     return claims
 
 
-def read_claims(claims: bytes, route_bytes: int = 0) -> Claims:
+def join_claims(parts: Sequence[Claims]) -> Claims:
+    """Join the claims of several texts, which have routes of one size and supports of any."""
+    support = stack_supports([(one["support"], len(one)) for one in parts], NO_SUPPORT)
+    if support is None:
+        return np.concatenate(parts)
+    kind = claim_type(parts[0].dtype["routes"].itemsize, support.shape[1])
+    claims = np.zeros(len(support), kind)
+    for name in ("places", "seeds", "tokens", "drawn", "routed", "routes"):
+        claims[name] = np.concatenate([one[name] for one in parts])
+    claims["support"] = support
+    return claims
+
+
+def read_claims(claims: bytes, route_bytes: int = 0, width: int = 0) -> Claims:
     """Decode PrefillRequest.claims.
 
     Margin and logprob are measured where `drawn`, and the two columns of the route where also `routed`.
     """
-    return np.frombuffer(claims, claim_type(route_bytes))
+    return np.frombuffer(claims, claim_type(route_bytes, width))
 
 
 def read_rows(rows: bytes) -> NDArray[np.float32]:

@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.rollouts import MAX_SUPPORT
 from ..models.device import compiles, upload_array
+from ..models.support import NO_SUPPORT
 from .noise import chunk, gumbel, gumbel_at
 
 MOST_MARGIN = 32.0
@@ -35,6 +37,11 @@ class SampledTokens:
     """Greatest logits / temperature + noise, fp32, which is that of `tokens`."""
     logsumexp: Tensor
     """Logsumexp of logits / temperature, fp32."""
+    support: Tensor | None = None
+    """Tokens that the limits of each row leave [B, W] int32, likeliest first, filled up with -1; -1 alone where
+    more than MAX_SUPPORT are left. None without limits."""
+    support_logprobs: Tensor | None = None
+    """Logprobs of `tokens` over their supports [B] fp32; over all tokens where more are left."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ def weigh(
     *,
     greedy: bool = False,
     limits: Limits | None = None,
+    support: Tensor | None = None,
 ) -> Tensor:
     """Return margins and logprobs [2, N] fp32 of `tokens` [N] int64 claimed to be drawn.
 
@@ -116,13 +124,17 @@ def weigh(
     `greedy`: the temperature is 0, which draws the likeliest token. Scores are then logits without noise, and
     logprobs are at temperature 1; `limits` exclude nothing.
 
-    Tokens that were drawn under `limits` have the margins of narrowed_margins(). Logprobs are of all tokens.
+    Tokens that were drawn under `limits` have the margins of narrowed_margins(), and their logprobs are of all
+    tokens. Where `support` [N, W] (as SampledTokens.support, in any order; NO_SUPPORT: no claim) states the
+    tokens that were left, the margin is the greater of the draw's among these and of support_margins(), and
+    logprobs are over these.
     """
     if greedy:
         temperature, limits = torch.ones_like(temperature), None
     replayed: list[tuple[Tensor, Tensor]] = []
     # work for all rows at once is kept out of the loop, which would launch it for each part
     found = torch.zeros(3, len(tokens), device=tokens.device)
+    least = torch.zeros(len(tokens), device=tokens.device)
     for start in range(0, len(tokens), at_once):
         rows = slice(start, start + at_once)
         part = logits(rows)
@@ -137,6 +149,16 @@ def weigh(
         if narrowed is not None:
             # Waits for the device: honest work has few others, and they cost much more.
             other = narrowed.select(best.tokens[narrowed.rows] != tokens[rows][narrowed.rows])
+            if support is not None:
+                claims = support[rows]
+                stated = narrowed.rows[claims[narrowed.rows, 0] >= 0]
+                heat, *places = (each[stated] for each in columns)
+                own = _best_of(part[stated], heat, places[0], places[1], claims[stated])
+                own[1] += 0 * best.logsumexp[stated]  # NaN where a logit is not a number
+                found[:2, stated + start] = own
+                apart = narrowed.select(_differs(claims[narrowed.rows], best, narrowed.rows))
+                least[apart.rows + start] = support_margins(part, columns[0], claims, apart)
+                other = other.select(claims[other.rows, 0] < 0)
             if len(other.rows):
                 margins = narrowed_margins(part, *columns, tokens[rows], other)
                 replayed.append((other.rows + start, margins))
@@ -148,6 +170,7 @@ def weigh(
     for rows, own in replayed:
         margins = margins.index_copy(0, rows, own)
     logprobs = scaled - sums
+    margins = torch.maximum(margins, least)
     return torch.stack([margins.clamp_min(0).where(logprobs.isfinite(), torch.inf), logprobs])
 
 
@@ -184,7 +207,9 @@ def _draw_again(
     narrowed: Narrowed,
 ) -> SampledTokens:
     """Draw the rows of `narrowed` again, from the tokens that their limits leave."""
-    columns = [drawn.tokens, drawn.logprobs, drawn.scores, drawn.logsumexp]
+    columns = [drawn.tokens, drawn.logprobs, drawn.scores, drawn.logsumexp, drawn.logprobs]
+    size = min(MAX_SUPPORT, logits.shape[-1])
+    support = torch.full((len(logits), size), -1, dtype=torch.int32, device=logits.device)
     step = max(1, chunk(logits.device) // logits.shape[-1])
     for first in range(0, len(narrowed.rows), step):
         part = slice(first, first + step)
@@ -192,33 +217,30 @@ def _draw_again(
         factor = temperature[rows].reciprocal()[:, None]
         scaled = logits[rows].float() * factor
         noisy = gumbel(seeds[rows], positions[rows], logits.shape[-1]).add_(scaled)
-        left_out = _left_out(scaled, narrowed.top_k[part], narrowed.top_p[part])
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        beyond = _beyond(ordered, narrowed.top_k[part], narrowed.top_p[part])
+        left_out = torch.empty_like(beyond).scatter_(1, order, beyond)
         tokens = noisy.masked_fill_(left_out, -torch.inf).argmax(-1, keepdim=True)
         logprobs = torch.log_softmax(scaled, -1).gather(1, tokens)
         sums = scaled.gather(1, tokens) - logprobs
-        found = (tokens, logprobs, noisy.gather(1, tokens), sums)
+        more = ~beyond[:, size:].all(1, keepdim=True)
+        support[rows] = order[:, :size].masked_fill(beyond[:, :size] | more, -1).int()
+        left = ordered.masked_fill(beyond & ~more, -torch.inf).logsumexp(-1, keepdim=True)
+        over = scaled.gather(1, tokens) - left
+        found = (tokens, logprobs, noisy.gather(1, tokens), sums, over)
         columns = [
             old.index_copy(0, rows, new[:, 0].to(old.dtype))
             for old, new in zip(columns, found, strict=True)
         ]
-    return SampledTokens(*columns)
-
-
-def _left_out(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return the tokens [N, V] bool that top_k and top_p exclude.
-
-    top_k applies first; top_p is a share of the tokens that it leaves (Holtzman et al. 2020). Of equal logits
-    those with lower ids count as likelier, so that exactly top_k are left.
-    """
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    beyond = _beyond(ordered, top_k, top_p)
-    return torch.empty_like(beyond).scatter_(1, order, beyond)
+    return SampledTokens(*columns[:4], support=support, support_logprobs=columns[4])
 
 
 def _beyond(ordered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Return which of the logits `ordered` [N, V], likeliest first, top_k and top_p exclude.
 
-    Sums are fp64: how a device adds up must not decide.
+    top_k applies first; top_p is a share of the tokens that it leaves (Holtzman et al. 2020). Of equal logits
+    those with lower ids count as likelier, so that exactly top_k are left. Sums are fp64: how a device adds up
+    must not decide.
     """
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
     beyond = (ranks >= top_k[:, None]) & (top_k[:, None] > 0)
@@ -228,6 +250,90 @@ def _beyond(ordered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     beyond |= (before >= top_p[:, None]) & (top_p[:, None] < 1)
     beyond[:, 0] = False
     return beyond
+
+
+# -- margins of the tokens that are said to be left ------------------------------------------------
+
+
+def _best_of(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, support: Tensor
+) -> Tensor:
+    """Return the best scores among the stated tokens `support` [N, W], and their logsumexps [2, N] fp32."""
+    ids = support.clamp_min(0).long()
+    scaled = logits.gather(1, ids).float() * temperature.reciprocal()[:, None]
+    noisy = gumbel_at(seeds[:, None], positions[:, None], ids) + scaled
+    best = noisy.masked_fill(support < 0, -torch.inf).amax(-1)
+    return torch.stack([best, scaled.masked_fill(support < 0, -torch.inf).logsumexp(-1)])
+
+
+def _differs(claimed: Tensor, drawn: SampledTokens, rows: Tensor) -> Tensor:
+    """Return whether the claimed supports [N, W] differ from those drawn at `rows`; no claim never does."""
+    assert drawn.support is not None  # its rows are limited
+    own = drawn.support[rows]
+    size = max(own.shape[1], claimed.shape[1])
+    both = [
+        torch.nn.functional.pad(ids.int(), (0, size - ids.shape[1]), value=-1).sort(-1).values
+        for ids in (own, claimed)
+    ]
+    return (both[0] != both[1]).any(-1) & (claimed[:, 0] != NO_SUPPORT)
+
+
+def support_margins(
+    logits: Tensor, temperature: Tensor, support: Tensor, narrowed: Narrowed
+) -> Tensor:
+    """Return the margins [N] fp32 of the claimed supports in the rows of `narrowed`, at most MOST_MARGIN.
+
+    A margin is the smallest m for which logits that each differ from these by at most m / 2, after the division
+    by the temperature, may leave just the tokens `support` [B, W] of a row; or more than MAX_SUPPORT tokens, if
+    it is -1 alone. Logits are as in draw(), of all rows.
+    """
+    step = max(1, min(chunk(logits.device), REPLAYED) // logits.shape[-1])
+    found = [logits.new_empty(0, dtype=torch.float32)]
+    for first in range(0, len(narrowed.rows), step):
+        part = slice(first, first + step)
+        rows = narrowed.rows[part]
+        scaled = logits[rows].float() * temperature[rows].reciprocal()[:, None]
+        found.append(
+            _support_margins(scaled, support[rows], narrowed.top_k[part], narrowed.top_p[part])
+        )
+    return torch.cat(found)
+
+
+def _support_margins(scaled: Tensor, support: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Compute support_margins() of the logits `scaled` [N, V]; every column here is [N, 1].
+
+    Logits that each differ by at most m / 2 change the odds of a set of tokens by a factor of at most exp(m),
+    and the order of two tokens only if they are at most m apart. So m is at least
+
+    - the gap by which a token that is not stated is likelier than one that is;
+    - what the odds of the stated tokens lack to those of top_p, in logarithms;
+    - what their odds without the last token exceed those of top_p, or what this token is likelier than the
+      least likely one: any of them may be the last.
+
+    Odds are of the tokens that top_k leaves: the stated ones and the likeliest of the others.
+    """
+    is_stated, sizes = support[:, :1] >= 0, (support >= 0).sum(-1, keepdim=True)
+    ids = support.where(support >= 0, support[:, :1]).clamp_min(0).long()
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(scaled.shape[-1], device=scaled.device)
+    inside = torch.zeros_like(scaled, dtype=torch.bool).scatter_(1, ids, True).gather(1, order)
+    inside = torch.where(is_stated, inside, ranks < MAX_SUPPORT)
+    sizes = torch.where(is_stated, sizes, MAX_SUPPORT)
+    top_k, target = top_k[:, None], torch.logit(top_p.double())[:, None]
+    beside = ~inside & ((top_k == 0) | ((~inside).cumsum(-1) <= top_k - sizes))
+    weights = (ordered - ordered[:, :1]).double().exp()
+    total = weights.masked_fill(~inside, 0).sum(-1, keepdim=True)
+    rest = weights.masked_fill(~beside, 0).sum(-1, keepdim=True)
+    lacking = (target - total.log() + rest.log()).where(rest > 0, -torch.inf)
+    lowest = ordered.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+    gap = ordered.masked_fill(inside, -torch.inf).amax(-1, keepdim=True) - lowest
+    odds = (total - weights).clamp_min(0).log() - (rest + weights).log()
+    last = torch.maximum((ordered - lowest).double(), odds - target)
+    last = last.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
+    stated = torch.maximum(torch.maximum(gap.double(), lacking), last)
+    stated = stated.masked_fill((top_k > 0) & (sizes > top_k), torch.inf)
+    margins = torch.where(is_stated, stated, (-lacking).masked_fill(rest == 0, torch.inf))
+    return margins.clamp(0, MOST_MARGIN).float()[:, 0]
 
 
 # -- margins of tokens that were drawn from the likeliest ones -------------------------------------

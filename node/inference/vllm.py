@@ -202,6 +202,8 @@ class CollectedTokens:
     """Fingerprints at each boundary between the stages of a pipeline."""
     routes: bytes = b""
     """Routes as in Completion."""
+    support: bytes = b""
+    """Supports as in Completion."""
     lost: bool = False
     """Whether keys and values were lost that a change of version must keep."""
 
@@ -270,7 +272,7 @@ class CompletionCollector:
         self._came |= {one[0]: one for one in answer if one[0] in self._wanted}
 
     def _made(self, came: list[Any], tokens: int) -> CollectedTokens:
-        _, rows, spans, lost, *crossed = came
+        _, rows, spans, lost, support, *crossed = came
         numbers = np.frombuffer(rows, np.float32).reshape(tokens, -1)
         logprobs = numbers[:, 0]
         if not np.isfinite(logprobs).all():
@@ -285,7 +287,9 @@ class CompletionCollector:
         except ProofFailed as error:
             raise EngineError(f"no proof can be made of what vLLM drew ({error})") from error
         versions = tuple((row, version) for row, version in spans)
-        return CollectedTokens(logprobs.tolist(), versions, proof, tuple(*crossed), routes, lost)
+        return CollectedTokens(
+            logprobs.tolist(), versions, proof, tuple(*crossed), routes, support, lost
+        )
 
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
@@ -446,6 +450,7 @@ class VllmCore:
             proof=drawn.proof,
             boundaries=drawn.boundaries,
             routes=drawn.routes,
+            support=drawn.support,
         )
 
     async def _drawn_once(self, request: GenerateRequest, key: int) -> Any:
@@ -504,7 +509,9 @@ class VllmCore:
         ids = request.token_ids
         asked = GenerateRequest(tuple(ids), 1, request.temperature, 0, ())
         limits = (request.temperature, request.top_k, request.top_p)
-        await self._drawn(asked, key, {PREFILL: [key, *limits, request.claims]}, request.salt)
+        await self._drawn(
+            asked, key, {PREFILL: [key, *limits, request.claims, request.width]}, request.salt
+        )
 
     def stats(self) -> EngineStats:
         """Return how busy vLLM is."""
@@ -759,7 +766,9 @@ def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
         "ignore_eos": True,  # the request names every stop token; the model's config adds none
         "detokenize": False,
         "skip_clone": True,  # no other request shares them
-        "extra_args": {SAMPLING: [key, request.seed, *narrowing(request), request.group]},
+        "extra_args": {
+            SAMPLING: [key, request.seed, *narrowing(request), request.group, request.supported]
+        },
     }
 
 

@@ -648,7 +648,8 @@ def _cuts(tp: int, shape: Mapping[str, Any], whole_experts: bool) -> bool:
 SAMPLING = "primerl"
 """Key of SamplingParams.extra_args, read by vllm_sampling.py.
 
-Its value is [key of the request, seed, temperature, top_k, top_p, group]; group may be left out.
+Its value is [key of the request, seed, temperature, top_k, top_p, group, supported]; the last two may be left
+out.
 """
 
 SERVED = "primerl_served"

@@ -22,7 +22,7 @@ from torch import Tensor
 from ...protocol.manifests import RouteShape
 from ..models.device import Mark, download, upload_array
 from ..models.routes import unpack_routes
-from .prefill import COLUMNS, PREFILL, PROJECTED, ROUTING, Claims, read_claims
+from .prefill import COLUMNS, PREFILL, PROJECTED, ROUTING, Claims, join_claims, read_claims
 from .sampler import Limits, weigh
 from .vllm_sampling import HiddenProjection, RouteBuffer, is_second
 
@@ -139,8 +139,8 @@ class PromptReader:
         for new in scheduler_output.scheduled_new_reqs:
             extra = getattr(new.sampling_params, "extra_args", None) or {}
             if PREFILL in extra and new.req_id not in self._reading:
-                key, temperature, top_k, top_p, claims = extra[PREFILL]
-                read = read_claims(claims, self._route_bytes)
+                key, temperature, top_k, top_p, claims, width = extra[PREFILL]
+                read = read_claims(claims, self._route_bytes, width)
                 self._reading[new.req_id] = ClaimedText(key, temperature, top_k, top_p, read)
         return self._execute(scheduler_output, *arguments, **named)
 
@@ -161,7 +161,7 @@ class PromptReader:
         hidden = state.hidden_states.index_select(0, upload_array(rows, self._runner.device))
         found = torch.zeros(len(rows), COLUMNS, device=self._runner.device)
         found[:, PROJECTED:] = self._projection(hidden)[:, 1:]
-        claims = np.concatenate([part.text.claims[part.claims] for part in parts])
+        claims = join_claims([part.text.claims[part.claims] for part in parts])
         drawn = np.flatnonzero(claims["drawn"])
         if len(drawn):
             at = upload_array(drawn, self._runner.device)
@@ -206,6 +206,7 @@ class PromptReader:
         columns = np.stack([claims[name] for name in ("seeds", "places", "tokens")])
         seeds, places, tokens = upload_array(columns, led.device)
         heat = upload_array(temperatures, led.device)
+        support = np.ascontiguousarray(claims["support"])
 
         def logits(rows: slice) -> Tensor | None:
             found = self._runner.model.compute_logits(led[rows])
@@ -214,7 +215,15 @@ class PromptReader:
 
         greedy = not temperatures.any()  # all texts are of one run
         return weigh(
-            logits, self._at_once, heat, seeds, places, tokens, greedy=greedy, limits=limits
+            logits,
+            self._at_once,
+            heat,
+            seeds,
+            places,
+            tokens,
+            greedy=greedy,
+            limits=limits,
+            support=upload_array(support, led.device) if support.shape[1] else None,
         )
 
     def _compared(self, rows: Ints, claims: Claims) -> Tensor:

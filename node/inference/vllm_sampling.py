@@ -33,6 +33,7 @@ from ...protocol.manifests import KV_BLOCK, RouteShape
 from ..models.device import Mark, download, upload_array
 from ..models.routers import off_route, off_routes, ranked
 from ..models.routes import route_columns
+from ..models.support import join_support, pack_support, split_support
 from .fingerprint import NUMBERS, signs
 from .sampler import Narrowed, SampledTokens, draw
 from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED
@@ -91,6 +92,10 @@ class RequestSlots:
         """Tokens whose keys and values a request had when it went on, until it draws again; -1: it did not."""
         self.lost = np.zeros(self.size, np.bool_)
         """Whether keys and values were lost that a change of version must keep."""
+        self.supported = np.zeros(self.size, np.bool_)
+        """Whether the supports of the tokens are recorded."""
+        self.supports: list[dict[int, bytes]] = [{} for _ in range(self.size)]
+        """Token -> its support, packed."""
         self.spans: list[list[list[int]]] = [[] for _ in range(self.size)]
         self.groups = [b""] * self.size
         self.keys = np.zeros(self.size, np.int64)
@@ -102,6 +107,7 @@ class RequestSlots:
         self.of[request_id], self.ids[key], self.keys[slot] = slot, request_id, key
         self.drawn[slot] = self.filed[slot] = 0
         self.resumed[slot], self.lost[slot] = -1, False
+        self.supported[slot], self.supports[slot] = False, {}
         self.versions[slot] = np.iinfo(np.int64).min  # none: the first token begins a span
         self.spans[slot] = []
         return slot
@@ -109,7 +115,8 @@ class RequestSlots:
     def leave(self, key: int) -> None:
         """Free the slot of a request, if it has one."""
         if (request_id := self.ids.pop(key, None)) is not None:
-            self._free.append(self.of.pop(request_id))
+            self._free.append(slot := self.of.pop(request_id))
+            self.supports[slot] = {}
 
     def full(self) -> bool:
         """Return whether no slot is free."""
@@ -122,6 +129,7 @@ class RequestSlots:
             if isinstance(column, np.ndarray):
                 setattr(self, name, np.concatenate([column, getattr(more, name)]))
         self.spans += more.spans
+        self.supports += more.supports
         self.groups += more.groups
         self._free = list(range(2 * self.size - 1, self.size - 1, -1))
         self.size *= 2
@@ -209,6 +217,8 @@ class StepRequests:
     temperatures: Tensor
     positions: Tensor
     narrowed: Narrowed | None
+    supported: Tensor | None
+    """Which rows record supports [n] bool; None: none."""
     layout: DraftLayout | None = None
     """Layout of its rows if all of them draw, once it was needed."""
 
@@ -221,10 +231,18 @@ class VerifiedStep:
     step: SampledStep
     counts: Tensor
     """Accepted rows of each request, in the host's memory."""
-    buffer: Tensor | None
-    """Columns of all rows, in the host's memory."""
+    copies: "StepCopies | None"
     mark: Mark
-    """Point after both copies."""
+    """Point after all copies."""
+
+
+class StepCopies(NamedTuple):
+    """Records of all rows of a step, in the host's memory once they have arrived."""
+
+    buffer: Tensor
+    """Columns [n, ...]."""
+    supports: Tensor | None
+    """Drawn tokens, then SampledTokens.support [n, 1 + W] int32; None if no row records supports."""
 
 
 @dataclass(frozen=True)
@@ -345,7 +363,8 @@ class Recorder:
 
     The rows of a whole batch are computed and copied to the host in stream order, without waiting in a step,
     and numpy files them under their requests once the copy has arrived. No Python code runs per request in a
-    step whose batch is that of the step before. A request keeps its slot until the node has collected it.
+    step whose batch is that of the step before, unless supports are recorded. A request keeps its slot until
+    the node has collected it.
     """
 
     def __init__(
@@ -416,10 +435,11 @@ class Recorder:
         top_k: int = 0,
         top_p: float = 1.0,
         group: bytes = b"",
+        supported: bool = False,
     ) -> None:
         """Add a request of `prompt` tokens that starts or goes on; `temperature` > 0.
 
-        Requests of one `group` begin in the order of their keys.
+        Requests of one `group` begin in the order of their keys. `supported`: its supports are recorded.
         """
         slots = self._slots
         if request_id in slots.of:
@@ -430,6 +450,7 @@ class Recorder:
         slots.seeds[slot], slots.temperatures[slot] = seed, temperature
         slots.top_ks[slot], slots.top_ps[slot] = top_k, top_p
         slots.prompts[slot], slots.groups[slot] = prompt, group
+        slots.supported[slot] = supported
         self._batch = None  # a new request may have the id of an old one
 
     def resume(self, request_id: str, computed: int) -> None:
@@ -459,7 +480,7 @@ class Recorder:
             raise RuntimeError(f"vLLM sampled drafts as if there were none: {_USE}")
         self._ended = step, 1
         with torch.inference_mode():
-            self._keep(batch, step, drawn.logprobs)
+            self._keep(batch, step, drawn)
         return drawn.tokens
 
     def verify(self, logits: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
@@ -485,8 +506,8 @@ class Recorder:
             is_accepted = layout.drafts < counts[layout.requests]
             told[layout.requests, layout.drafts] = drawn.tokens.where(is_accepted, -1).int()
             self._ended = step, counts
-            there, buffer = download(counts), self._copied(step, drawn.logprobs)
-            self._verified = VerifiedStep(batch, step, there, buffer, Mark(self._device))
+            there, copies = download(counts), self._copied(batch, step, drawn)
+            self._verified = VerifiedStep(batch, step, there, copies, Mark(self._device))
         return told
 
     def draft(self, logits: Tensor) -> Tensor:
@@ -557,7 +578,7 @@ class Recorder:
         step = verified.step
         accepted = step.drafts < verified.counts.numpy()[np.cumsum(step.first) - 1]
         kept = step._replace(sampling=step.sampling & accepted)
-        self._record(verified.batch, kept, verified.buffer, verified.mark)
+        self._record(verified.batch, kept, verified.copies, verified.mark)
 
     def _new_batch(self, ids: list[str], lengths: Ints) -> StepRequests:
         slots = self._slots
@@ -576,6 +597,7 @@ class Recorder:
             temperatures=temperatures.view(torch.float64).float(),
             positions=positions,
             narrowed=self._narrowed(where),
+            supported=self._supported(where),
         )
 
     def _narrowed(self, where: Ints) -> Narrowed | None:
@@ -588,23 +610,36 @@ class Recorder:
         places, ks, ps = upload_array(columns, self._device)
         return Narrowed(places, ks, ps.view(torch.float64).float())
 
-    def _keep(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
-        """Keep the records of a step without drafts."""
-        self._record(batch, step, self._copied(step, logprobs), Mark(self._device))
+    def _supported(self, where: Ints) -> Tensor | None:
+        """Return which rows record supports; None if none does."""
+        supported = self._slots.supported[where]
+        return upload_array(supported, self._device) if supported.any() else None
 
-    def _copied(self, step: SampledStep, logprobs: Tensor) -> Tensor | None:
-        """Begin to copy the columns of a step's rows to the host; None if nothing is collected here."""
+    def _keep(self, batch: StepRequests, step: SampledStep, drawn: SampledTokens) -> None:
+        """Keep the records of a step without drafts."""
+        self._record(batch, step, self._copied(batch, step, drawn), Mark(self._device))
+
+    def _copied(
+        self, batch: StepRequests, step: SampledStep, drawn: SampledTokens
+    ) -> StepCopies | None:
+        """Begin to copy the records of a step's rows to the host; None if nothing is collected here."""
         if not self.collecting or not step.sampling.any():
             return None
+        logprobs, supports = drawn.logprobs, None
+        if batch.supported is not None:
+            assert drawn.support is not None  # only limited rows record supports
+            assert drawn.support_logprobs is not None
+            logprobs = drawn.support_logprobs.where(batch.supported, logprobs)
+            supports = download(torch.cat([drawn.tokens[:, None].int(), drawn.support], 1))
         columns = self._with_routes(self._project(step.hidden, logprobs), step)
         buffer = self._buffer(len(columns))
         buffer[: len(columns)].copy_(columns, non_blocking=True)
-        return buffer
+        return StepCopies(buffer, supports)
 
     def _record(
-        self, batch: StepRequests, step: SampledStep, buffer: Tensor | None, mark: Mark
+        self, batch: StepRequests, step: SampledStep, copies: StepCopies | None, mark: Mark
     ) -> None:
-        """Note what a step has drawn; its columns are filed from `buffer` once `mark` is reached."""
+        """Note what a step has drawn; its records are filed from `copies` once `mark` is reached."""
         slots = self._slots
         chosen = slice(None) if step.sampling.all() else np.flatnonzero(step.sampling)
         where, drafts = batch.slots[chosen], step.drafts[chosen]
@@ -615,9 +650,9 @@ class Recorder:
         first = drafts == 0
         slots.stamp(where[first], rows[first], self.version)
         slots.check_kept(where[first])
-        if buffer is not None:
+        if copies is not None:
             count = len(step.ids)
-            file = partial(self._file, buffer, count, chosen, where, rows)
+            file = partial(self._file, copies, count, chosen, where, rows)
             self._pending.append(PendingCopy(mark, file))
 
     def _project(self, hidden: Tensor, logprobs: Tensor) -> Tensor:
@@ -657,10 +692,20 @@ class Recorder:
         size, pinned = (max(rows, self._step_rows), self._columns), self._device.type == "cuda"
         return torch.empty(size, dtype=torch.float32, pin_memory=pinned)
 
-    def _file(self, buffer: Tensor, count: int, chosen: Any, where: Ints, rows: Ints) -> None:
-        self._rows[where, rows] = buffer[:count].numpy()[chosen]
+    def _file(self, copies: StepCopies, count: int, chosen: Any, where: Ints, rows: Ints) -> None:
+        self._rows[where, rows] = copies.buffer[:count].numpy()[chosen]
         self._slots.filed[where] = rows + 1
-        self._buffers.append(buffer)
+        self._buffers.append(copies.buffer)
+        if copies.supports is not None:
+            self._file_supports(copies.supports.numpy()[chosen], where, rows)
+
+    def _file_supports(self, supports: NDArray[np.int32], where: Ints, rows: Ints) -> None:
+        """File StepCopies.supports packed: most supports are a few tokens of MAX_SUPPORT."""
+        asked = np.flatnonzero(self._slots.supported[where])
+        packed = pack_support(supports[asked, 1:], supports[asked, 0].tolist())
+        parts = split_support(packed, len(asked))
+        for slot, row, part in zip(where[asked].tolist(), rows[asked].tolist(), parts, strict=True):
+            self._slots.supports[slot][row] = part
 
     def _grow(self) -> None:
         self.settle(all_of_it=True)
@@ -687,9 +732,9 @@ class Recorder:
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """Return the records of the requests `wanted` [[key, tokens], ...] that have arrived.
 
-        Each is [key, rows as bytes, [[token, version], ...], lost]; `lost`: keys and values were lost that a
-        change of version must keep. It is kept until its key is in `forget`, so that a lost answer can be asked
-        for again. Never waits.
+        Each is [key, rows as bytes, [[token, version], ...], lost, supports]; `lost`: keys and values were lost
+        that a change of version must keep; supports are packed, empty if they are not recorded. It is kept
+        until its key is in `forget`, so that a lost answer can be asked for again. Never waits.
         """
         slots = self._slots
         for key in forget:
@@ -710,7 +755,9 @@ class Recorder:
         rows = self._rows[slot, :count].copy()
         if self._projection is not None:
             rows[:, 1 : self._numbers] *= self._projection.scale
-        return [key, rows.tobytes(), spans, lost]
+        supports = self._slots.supports[slot]
+        support = join_support([(supports.get(row, b""), 1) for row in range(count)])
+        return [key, rows.tobytes(), spans, lost, support]
 
 
 def _padded_signs(width: int) -> Tensor:

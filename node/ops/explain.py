@@ -62,7 +62,8 @@ MEANINGS: dict[Reason, Meaning] = {
     ),
     Reason.BAD_SAMPLING: Meaning(
         "seeded sampling: every token, against the one that the lease's seed draws from the same logits",
-        "tokens were not drawn with the seed and temperature of the lease",
+        "tokens were not drawn with the seed, temperature and limits of the lease, or other tokens than those "
+        "that top_p and top_k leave are said to be left",
         "that the model was another: where a model is sure, every seed draws the same token",
         (
             "sampling options in --engine.vllm that are not the run's: top-k, top-p, penalties",

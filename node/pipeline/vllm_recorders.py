@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..inference.sampler import SampledTokens
 from ..inference.vllm_sampling import Recorder, SampledStep, StepRequests
 from ..models.device import Mark, download
 from ..ops.errors import EngineError
@@ -65,8 +66,8 @@ class LastStageRecorder(Recorder):
             if name in self._slots.of:
                 self._slots.leave(number_of(name))
 
-    def _keep(self, batch: StepRequests, step: SampledStep, logprobs: Tensor) -> None:
-        self._records = self._project(step.hidden, logprobs)
+    def _keep(self, batch: StepRequests, step: SampledStep, drawn: SampledTokens) -> None:
+        self._records = self._project(step.hidden, drawn.logprobs)
 
 
 def number_of(name: str) -> int:

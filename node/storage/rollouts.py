@@ -79,6 +79,8 @@ class KeptRollout:
     routes: bytes = b""
     """Experts that led to each token that the model drew, as in a submission (protocol/rollouts.py); not of a
     rejected one."""
+    support: bytes = b""
+    """Tokens that `completion_logprobs` are over, as in a submission; not of a rejected one. Empty: all."""
 
     @property
     def place(self) -> str:
@@ -97,7 +99,10 @@ class KeptRollout:
 
 
 COLUMNS = tuple(one.name for one in fields(KeptRollout))
-TOKENS = ("prompt_ids", "completion_ids", "completion_mask", "completion_logprobs", "routes")
+TOKENS = (
+    *("prompt_ids", "completion_ids", "completion_mask", "completion_logprobs"),
+    *("routes", "support"),
+)
 BRIEF = tuple(name for name in COLUMNS if name not in (*TOKENS, "prompt", "completion", "cuts"))
 """Columns that are small."""
 
@@ -236,8 +241,10 @@ class RolloutFiles:
 
         path = self.path(step)
         with _reading(path):
-            table = parquet.read_table(path, columns=list(columns))
-            _record(path, table.schema.metadata)
+            schema = parquet.read_schema(path)
+            _record(path, schema.metadata)
+            # a file of before a column was added has not this one
+            table = parquet.read_table(path, columns=[c for c in columns if c in schema.names])
             return [KeptRollout(**row) for row in table.to_pylist()]
 
     def select(
@@ -319,5 +326,6 @@ def _schema() -> Any:
         "completion_mask": pa.list_(pa.bool_()),
         "completion_logprobs": pa.list_(pa.float32()),
         "routes": pa.binary(),
+        "support": pa.binary(),
     }
     return pa.schema([(name, kinds.get(name, pa.string())) for name in COLUMNS])

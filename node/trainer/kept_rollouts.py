@@ -268,6 +268,7 @@ def _kept_branch(row: KeptRollout) -> BranchTokens:
         [0.0] * read + row.completion_logprobs,
         (row.policy_first, row.policy_last),
         row.routes,
+        row.support,
     )
 
 
@@ -390,4 +391,5 @@ def _row(row: KeptRollout, branch: BranchTokens, shown: Shown) -> KeptRollout:
         completion_mask=mask[start:],
         completion_logprobs=branch.logprobs[start:],
         routes=branch.routes,
+        support=branch.support,
     )

@@ -23,6 +23,7 @@ from ...protocol.reputation import Reputation
 from ...protocol.version import MAX_SUBMISSION, MIB
 from ..config.run import RolloutsConfig, RunConfig
 from ..environments.environment import Environment, EnvironmentFailed, ScoreMismatch, Task
+from ..models.support import support_bytes
 from ..training.buffer import RolloutBuffer, RolloutGroup, peer_cap, peer_room
 from .publisher import Publisher
 from .state import Progress
@@ -62,6 +63,8 @@ def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePo
     largest = max(one.group_size * count for one, count in zip(mixture, samples, strict=True))
     tokens = config.training.seq_len * largest * rollouts.groups_per_lease
     size = BYTES_PER_TOKEN + (routes.token_bytes if routes else 0)
+    sampled = map(config.sampling_of, mixture)
+    size += max((support_bytes(one.top_k) for one in sampled if one.truncates), default=0)
     return LeasePolicy(
         environments=tuple(MixtureShare(one.group_size, one.ratio) for one in mixture),
         groups_per_batch=rollouts.groups_per_batch,

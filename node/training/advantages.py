@@ -346,6 +346,7 @@ def _samples(
             observations(branch.mask) if echo else None,
             environment=environment,
             routes=branch.routes if rewarded else b"",
+            support=branch.support if rewarded else b"",
         )
         for rollout, advantage in zip(rollouts, advantages, strict=True)
         for branch in rollout.branches

@@ -44,6 +44,9 @@ class Sample:
     routes: bytes = b""
     """One route for each token with `mask`, in order, in the wire format (protocol/rollouts.py: BranchRecord):
     the route of the token before it. Empty: the trainer's own routers choose."""
+    support: bytes = b""
+    """Supports of the tokens with `mask`, in the wire format: the sampler's and the trainer's logprobs are over
+    these. Empty: over all tokens."""
 
 
 class SampleTerms(msgspec.Struct, frozen=True):

@@ -29,6 +29,8 @@ class BranchTokens:
     """Oldest and newest policy version that sampled any token."""
     routes: bytes = b""
     """See Sample.routes."""
+    support: bytes = b""
+    """See Sample.support."""
 
 
 @dataclass(frozen=True)

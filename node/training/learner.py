@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ import torch
 from ..config.training import LossConfig, TrainingConfig
 from ..models import huggingface, model_files
 from ..models.device import upload_array
+from ..models.support import support_fault
 from ..models.tensors import bf16_state
 from ..ops.errors import EngineError, StorageError
 from ..weights.state import State
@@ -374,6 +376,7 @@ class Learner:
             0 <= min(sample.token_ids)
             and max(sample.token_ids) < self.vocabulary
             and not self._model.replay.fault(sample.routes, sample.mask[1:].count(True))
+            and not _support_fault(sample, self.vocabulary)
             and math.isfinite(sample.advantage)
             and _can_be_logprobs(sample.logprobs)
         )
@@ -531,6 +534,14 @@ def _demonstration(example: Example) -> Sample:
     length = len(prompt) + len(completion)
     mask = [False] * len(prompt) + [True] * len(completion)
     return Sample([*prompt, *completion], mask, [0.0] * length, 1.0)
+
+
+def _support_fault(sample: Sample, vocabulary: int) -> str:
+    """Return why the supports do not fit a sample, of whose limits nothing is known; empty if they do."""
+    if not sample.support:
+        return ""
+    drawn = list(compress(sample.token_ids[1:], sample.mask[1:]))
+    return support_fault(sample.support, drawn, vocabulary, 0, 0.0)
 
 
 def _can_be_logprobs(values: Sequence[float]) -> bool:

@@ -85,15 +85,19 @@ def head_logprobs(
     temperature: float | Tensor,
     chunk: int,
     cap: float = 0.0,
+    support: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(logits / temperature) of `targets`, and the entropies.
 
-    Entropies are in nats and have no gradient. Logits l are hidden @ weight.T, or c tanh(l / c) with a `cap` c
-    > 0. `temperature` is one number, or [N] float32. `hidden` [N, d] and `weight` [V, d] share a dtype; both
-    results are [N] float32, and so are softmax and sums. At most `chunk` x V logits exist at a time, in the
-    dtype of `hidden`.
+    With a `support` [N, W] int64, the softmax of a row is over these tokens, the target among them, filled up
+    with -1; over all where a row is -1 alone. Entropies are of all tokens, in nats, and have no gradient.
+    Logits l are hidden @ weight.T, or c tanh(l / c) with a `cap` c > 0. `temperature` is one number, or [N]
+    float32. `hidden` [N, d] and `weight` [V, d] share a dtype; both results are [N] float32, and so are softmax
+    and sums. At most `chunk` x V logits exist at a time, in the dtype of `hidden`.
     """
-    return _HeadLogprobs.apply(hidden, weight, targets, 1.0 / temperature, chunk, cap)  # type: ignore[no-any-return]
+    return _HeadLogprobs.apply(  # type: ignore[no-any-return]
+        hidden, weight, targets, 1.0 / temperature, chunk, cap, support
+    )
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -106,6 +110,7 @@ class _HeadLogprobs(torch.autograd.Function):
         scale: float | Tensor,
         chunk: int,
         cap: float,
+        support: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         read, _ = _kernels(hidden.is_cuda)
         # three tensors, not rows of one: autograd must not take the results for views
@@ -114,16 +119,17 @@ class _HeadLogprobs(torch.autograd.Function):
         for part in _chunks(len(hidden), chunk):
             logits = hidden[part] @ weight.T
             own = scale[part] if isinstance(scale, Tensor) else scale
-            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], own, cap)
+            left = None if support is None else support[part]
+            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], own, cap, left)
             del logits  # before the next ones are computed
-        ctx.save_for_backward(hidden, weight, targets, log_z)
+        ctx.save_for_backward(hidden, weight, targets, log_z, support)
         ctx.scale, ctx.chunk, ctx.cap = scale, chunk, cap
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, targets, log_z = ctx.saved_tensors
+        hidden, weight, targets, log_z, support = ctx.saved_tensors
         pull = _kernels(hidden.is_cuda)[1]
         of_hidden = torch.empty_like(hidden)
         # fp32, so that bf16 rounding does not depend on the number of chunks
@@ -132,19 +138,20 @@ class _HeadLogprobs(torch.autograd.Function):
         for part in _chunks(len(hidden), ctx.chunk):
             logits = hidden[part] @ weight.T
             scale = ctx.scale[part] if isinstance(ctx.scale, Tensor) else ctx.scale
-            of_logits = pull(logits, targets[part], log_z[part], grad[part], scale, ctx.cap)
+            left = None if support is None else support[part]
+            of_logits = pull(logits, targets[part], log_z[part], grad[part], scale, ctx.cap, left)
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
                 _add_product(of_weight, of_logits.T, hidden[part])
             del logits, of_logits  # before the next ones are computed
         found = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_hidden, found, None, None, None, None
+        return of_hidden, found, None, None, None, None, None
 
 
 def _read(
-    logits: Tensor, targets: Tensor, scale: float | Tensor, cap: float
+    logits: Tensor, targets: Tensor, scale: float | Tensor, cap: float, support: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs of the targets, entropies and log of the partition function, [N] each."""
+    """Return logprobs of the targets, entropies, and log of what these logprobs are normalised by, [N] each."""
     scaled = _capped(logits.float(), cap) * _column(scale)
     most = scaled.amax(-1)
     below = scaled - most[:, None]
@@ -152,6 +159,9 @@ def _read(
     total = weights.sum(-1)  # the next sum is of the same pass over the logits
     entropy = total.log() - (weights * below).sum(-1) / total
     log_z = most + total.log()
+    if support is not None:
+        left = scaled.gather(-1, support.clamp_min(0)).masked_fill(support < 0, -torch.inf)
+        log_z = left.logsumexp(-1).where(support[:, 0] >= 0, log_z)
     return _chosen(logits, targets, cap) * scale - log_z, entropy, log_z
 
 
@@ -162,8 +172,12 @@ def _pull(
     grad: Tensor,
     scale: float | Tensor,
     cap: float,
+    support: Tensor | None,
 ) -> Tensor:
-    """Return the logits' gradient: (one-hot - softmax) x grad x scale, x a cap's derivative."""
+    """Return the logits' gradient: (one-hot - softmax) x grad x scale, x a cap's derivative.
+
+    Tokens outside of a support have none.
+    """
     capped = _capped(logits.float(), cap)
     factor = (grad * scale)[:, None]
     found = -(capped * _column(scale) - log_z[:, None]).exp() * factor
@@ -172,6 +186,10 @@ def _pull(
     if cap:
         found = found * (1 - (capped / cap) ** 2)
         own = own * (1 - (chosen / cap) ** 2)
+    if support is not None:
+        ids, is_stated = support.clamp_min(0), support[:, :1] >= 0
+        inside = found.gather(-1, ids).masked_fill((support < 0) | ~is_stated, 0.0)
+        found = found.masked_fill(is_stated, 0.0).scatter_add_(-1, ids, inside)
     # the targets are written afterwards: to compare every column with them takes twice as long
     return found.to(logits.dtype).scatter_(-1, targets[:, None], own.to(logits.dtype))
 
@@ -304,11 +322,12 @@ class TrainedModel(nn.Module):
         sequences: Tensor,
         temperature: float | Sequence[float],
         given: Tensor | None = None,
+        support: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies [N] of `targets` [N], predicted at `rows` [N] of `ids` [T].
 
         `temperature` is one number, or one for each of the row's `sequences`, int64 [N]. Targets that are
-        `given`, bool [N], have temperature 1.
+        `given`, bool [N], have temperature 1. `support` is MicroBatch.support.
         """
         hidden = self.causal.base_model(
             input_ids=ids[None],
@@ -328,7 +347,8 @@ class TrainedModel(nn.Module):
         if given is not None:
             scale = torch.where(given, 1.0, scale)
         scale = scale * self._divisor
-        return head_logprobs(hidden[rows], weight, targets, scale, self._chunk, self._cap)
+        left = None if support is None else support.long()
+        return head_logprobs(hidden[rows], weight, targets, scale, self._chunk, self._cap, left)
 
     def read(self, row: MicroBatch, temperature: float | Sequence[float]) -> TokenInputs:
         """Return the trained tokens of this rank's part of a row; gradient flows through `logprobs`.
@@ -346,8 +366,9 @@ class TrainedModel(nn.Module):
         given, echo = (
             upload_array(one, world.device) if one.any() else None for one in (own.given, own.echo)
         )
+        support = None if own.support is None else upload_array(own.support, world.device)
         logprobs, entropy = self(
-            ids, positions, layout, rows, targets, sequences, temperature, given
+            ids, positions, layout, rows, targets, sequences, temperature, given, support
         )
         # those that only the loss needs are uploaded while the device computes
         behaviour, advantages = (

@@ -7,11 +7,13 @@ are returned. Ranks work in lockstep, row by row, so rows of the same turn cost 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..models.support import unpack_supports
 from .backend import Sample
 
 Number = TypeVar("Number", bound=np.generic)
@@ -55,6 +57,8 @@ class MicroBatch:
     """[R], ascending: the positions with routes."""
     routes: NDArray[np.uint8]
     """[R, bytes of a route], in the wire format."""
+    support: NDArray[np.int32] | None
+    """[N, W]: tokens that logprobs are over, filled up with -1; -1 alone: all. None: all, everywhere."""
 
     @property
     def tokens(self) -> int:
@@ -82,6 +86,7 @@ class MicroBatch:
             given=self.given[own],
             routed=self.routed[replayed] - start,
             routes=self.routes[replayed],
+            support=None if self.support is None else self.support[own],
         )
 
 
@@ -251,7 +256,25 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
         ),
         routed=routed,
         routes=_joined(routes, np.uint8).reshape(len(routed), -1 if len(routed) else 0),
+        support=_supports(samples, drawn),
     )
+
+
+def _supports(
+    samples: Sequence[Sample], predicting: Sequence[NDArray[np.int64]]
+) -> NDArray[np.int32] | None:
+    """Return the supports of the tokens after the positions `predicting` of each sample."""
+    stated = unpack_supports(
+        [(one.support, list(compress(one.token_ids[1:], one.mask[1:]))) for one in samples], -1
+    )
+    if stated is None:
+        return None
+    masks = _joined(
+        [_flags(one.mask)[at + 1] for one, at in zip(samples, predicting, strict=True)], np.bool_
+    )
+    rows = np.full((len(masks), stated.shape[1]), -1, np.int32)
+    rows[masks] = stated
+    return rows
 
 
 def _lengths(samples: Sequence[Sample], multiple: int) -> list[int]:

@@ -88,6 +88,8 @@ class AuditItem:
     """Boundaries, lowest first; empty if one node computed all, or stated none."""
     routes: bytes = b""
     """S routes of the run's shape, or empty."""
+    support: bytes = b""
+    """Supports of the S tokens, as in BranchRecord, or empty."""
     temperature: float = 1.0
     """Temperature of the lease's environment; the worker may have used another one."""
     top_k: int = 0
@@ -134,6 +136,8 @@ class Reading(msgspec.Struct, frozen=True, tag="reading"):
     logprobs: list[float]
     """Their logprobs, as an item states them."""
     proof: bytes
+    support: bytes = b""
+    """Supports of these tokens, of an item that states its own."""
 
 
 class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
@@ -344,6 +348,7 @@ def audit_items(
             proof=branch.proof,
             boundaries=_boundaries(plan, proofs),
             routes=branch.routes,
+            support=branch.support,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,

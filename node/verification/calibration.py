@@ -425,6 +425,7 @@ class HonestPlayer:
                     stop_token_ids=self._run.model.stop_token_ids,
                     top_k=sampling.top_k,
                     top_p=sampling.top_p,
+                    supported=sampling.truncates,
                 )
             )
 

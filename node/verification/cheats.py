@@ -14,6 +14,7 @@ import numpy as np
 from ...protocol.manifests import ProofContract, RunManifest
 from ...protocol.rollouts import Evidence
 from ..inference.fingerprint import Projection
+from ..models.support import pack_support
 from ..ops.errors import EngineError
 from ..weights.state import State, Tensor, floats
 from .auditor import AuditItem, AuditTarget, SampledSpan
@@ -249,16 +250,19 @@ def _forge(
     stops = torch.tensor(run.model.stop_token_ids, dtype=torch.long, device=device)
     counts = torch.zeros_like(lengths)
     alive = torch.ones_like(lengths, dtype=torch.bool)
-    steps: list[tuple[TorchTensor, TorchTensor, TorchTensor]] = []
+    steps: list[tuple[TorchTensor, TorchTensor, TorchTensor, TorchTensor]] = []
     for step in range(most):
         if output.hidden is None:
             raise EngineError(
                 "this architecture does not show its hidden states: choose another model"
             )
-        drawn = draw(distort(output.logits), temperature, seeds, lengths + step, limits).tokens
+        noise = temperature, seeds, lengths + step
+        drawn = draw(distort(output.logits), *noise, limits).tokens
         tokens = torch.where(forced[step] >= 0, forced[step], drawn)
-        scaled = torch.log_softmax(output.logits.float() / temperature[:, None], -1)
-        steps.append((tokens, scaled.gather(1, tokens[:, None])[:, 0], output.hidden.float()))
+        scaled = output.logits.float() / temperature[:, None]
+        right = None if limits is None else draw(output.logits, *noise, limits).support
+        support, logprobs = stated(scaled, tokens, right)
+        steps.append((tokens, logprobs, output.hidden.float(), support))
         counts += alive
         alive &= ~torch.isin(tokens, stops) & (lengths + step + 1 < run.limits.max_model_len)
         if not alive.any():
@@ -269,9 +273,33 @@ def _forge(
     return [_item(line, *(part[:count] for part in parts)) for line, count, *parts in rows]
 
 
+def stated(
+    scaled: "TorchTensor", tokens: "TorchTensor", support: "TorchTensor | None"
+) -> "tuple[TorchTensor, TorchTensor]":
+    """Return supports [N, W] int32 that have the `tokens` [N], and the logprobs of these over them.
+
+    `scaled` [N, V] are logits / temperature, `support` is SampledTokens.support; None: of draws from all.
+    """
+    import torch
+
+    if support is None:
+        support = torch.full((len(tokens), 1), -1, dtype=torch.int32, device=tokens.device)
+    missing = ((support >= 0).any(1) & (support != tokens[:, None]).all(1)).nonzero()[:, 0]
+    last = (support[missing] >= 0).sum(1).clamp_max(support.shape[1] - 1)
+    support = support.index_put((missing, last), tokens[missing].int())
+    over = scaled.gather(1, support.clamp_min(0).long()).masked_fill(support < 0, -torch.inf)
+    sums = over.logsumexp(1).where(support[:, 0] >= 0, scaled.logsumexp(1))
+    return support, scaled.gather(1, tokens[:, None])[:, 0] - sums
+
+
 def _item(
-    line: ForgedReply, tokens: "TorchTensor", logprobs: "TorchTensor", hidden: "TorchTensor"
+    line: ForgedReply,
+    tokens: "TorchTensor",
+    logprobs: "TorchTensor",
+    hidden: "TorchTensor",
+    support: "TorchTensor",
 ) -> AuditItem:
+    limited = line.temperature > 0 and (line.top_k > 0 or line.top_p < 1)
     start, end = len(line.prompt), len(line.prompt) + len(tokens)
     return AuditItem(
         token_ids=[*line.prompt, *tokens.tolist()],
@@ -281,6 +309,7 @@ def _item(
         temperature=line.temperature,
         top_k=line.top_k,
         top_p=line.top_p,
+        support=pack_support(support.numpy(), tokens.tolist()) if limited else b"",
         proof=Projection().make(hidden.numpy()),
     )
 

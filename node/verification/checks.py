@@ -6,13 +6,13 @@ a Rejection with a reason code and costs that rollout; a fault of the bundle rai
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import compress, pairwise
 
 import numpy as np
 
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, environment_of
-from ...protocol.manifests import EnvironmentContract, RunManifest
+from ...protocol.manifests import EnvironmentContract, RunManifest, SamplingContract
 from ...protocol.pipelines import PipelinePlan
 from ...protocol.rollouts import (
     WITHDRAWN,
@@ -28,6 +28,7 @@ from ...protocol.rollouts import (
 from ..environments.environment import Branch
 from ..inference.fingerprint import TOKEN_BYTES, BadProof, Projection, split
 from ..models.routes import route_fault
+from ..models.support import support_fault
 
 ORDER_SLACK = 2
 """Tokens by which an honest sample may trail a later one, as a pipeline's micro-batches alternate."""
@@ -85,7 +86,8 @@ def check_submission(
             raise RemoteProtocolError(Reason.WRONG_TASK, f"group {number} is of another task")
         if len(group.rollouts) > lease.group_size:
             raise RemoteProtocolError(Reason.TOO_LARGE, f"group {number} has too many rollouts")
-        _check_group(number, group, lease, run, version, checked)
+        # the last stage of a pipeline draws, and states no supports
+        _check_group(number, group, lease, run, version, checked, supported=plan is None)
     if plan is not None:
         _attach(submission, plan, checked)
     return checked
@@ -121,6 +123,8 @@ def _check_group(
     run: RunManifest,
     version: int,
     checked: CheckedSubmission,
+    *,
+    supported: bool,
 ) -> None:
     passed: list[CheckedRollout] = []
     for index in range(lease.group_size):
@@ -128,7 +132,7 @@ def _check_group(
             if index >= len(group.rollouts):
                 raise Rejected(Reason.MISSING_INDEX, "an index that is missing counts as failed")
             record = group.rollouts[index]
-            branches = _check_rollout(record, lease, run, version)
+            branches = _check_rollout(record, lease, run, version, supported=supported)
         except Rejected as fault:
             checked.rejections.append(Rejection(number, index, fault.reason, clipped(fault.detail)))
         else:
@@ -192,7 +196,7 @@ def _spans(branch: Branch) -> tuple[tuple[int, int], ...]:
 
 
 def _check_rollout(
-    record: RolloutRecord, lease: Lease, run: RunManifest, version: int
+    record: RolloutRecord, lease: Lease, run: RunManifest, version: int, *, supported: bool
 ) -> list[Branch]:
     if record.error.startswith(WITHDRAWN):
         raise Rejected(Reason.WITHDRAWN, record.error.removeprefix(WITHDRAWN))
@@ -202,10 +206,15 @@ def _check_rollout(
         raise Rejected(Reason.MISSING_INDEX, "no tokens")
     if record.reward != record.reward or abs(record.reward) > 1e9:
         raise Rejected(Reason.BAD_REWARD, "not a finite reward")
-    return [_check_branch(branch, lease, run, version) for branch in record.branches]
+    return [
+        _check_branch(branch, lease, run, version, supported=supported)
+        for branch in record.branches
+    ]
 
 
-def _check_branch(record: BranchRecord, lease: Lease, run: RunManifest, version: int) -> Branch:
+def _check_branch(
+    record: BranchRecord, lease: Lease, run: RunManifest, version: int, *, supported: bool
+) -> Branch:
     branch = _unpack(record)
     _check_lengths(branch, run)
     if branch.policy_last > version:
@@ -220,6 +229,8 @@ def _check_branch(record: BranchRecord, lease: Lease, run: RunManifest, version:
     _check_spans(branch)
     _check_proof(branch, run)
     _check_routes(branch, run)
+    sampling = environment_of(run, lease).sampling
+    _check_support(branch, sampling, run.model.vocab_size, supported=supported)
     return branch
 
 
@@ -245,6 +256,7 @@ def _unpack(record: BranchRecord) -> Branch:
         spans=tuple((span.start, span.version) for span in record.spans),
         proof=record.proof,
         routes=record.routes,
+        support=record.support,
     )
 
 
@@ -319,6 +331,21 @@ def _check_routes(branch: Branch, run: RunManifest) -> None:
         raise Rejected(Reason.BAD_ROUTES, "routes in a run that replays none")
     if fault := route_fault(branch.routes, sum(branch.sampled), run.routes):
         raise Rejected(Reason.BAD_ROUTES, fault)
+
+
+def _check_support(
+    branch: Branch, sampling: SamplingContract, vocabulary: int, *, supported: bool
+) -> None:
+    """Check the form of the supports, which `supported` work under truncation has; an audit checks the rest."""
+    if not branch.support:
+        if sampling.truncates and supported:
+            raise Rejected(Reason.MALFORMED, "no supports, though top_p or top_k truncate")
+        return
+    if not sampling.truncates:
+        raise Rejected(Reason.MALFORMED, "supports of tokens that are drawn from all")
+    drawn = list(compress(branch.token_ids, branch.sampled))
+    if fault := support_fault(branch.support, drawn, vocabulary, sampling.top_k, sampling.top_p):
+        raise Rejected(Reason.MALFORMED, fault)
 
 
 def sampled_runs(sampled: Sequence[bool]) -> list[tuple[int, int]]:

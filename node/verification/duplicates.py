@@ -7,8 +7,9 @@ A rollout is stored as adjacent windows of its sampled tokens, 32 to 512 tokens 
 use every offset, so that shifting a text hides nothing. A window counts only if it has SURPRISE nats by the
 logprobs of its own sender: another honest worker samples it again with probability e^-40 (4e-18), so short and
 near-certain replies never count as copies, and no claim of one worker can make another's text a copy. Under a
-top-p, tokens are up to 1 / top_p likelier than their logprobs say, and so much less of a surprise. A worker
-that understates the surprise at every size is not found here, but by audits of logprobs and seeds.
+top-p, tokens whose supports are not stated are up to 1 / top_p likelier than their logprobs say, and so much
+less of a surprise. A worker that understates the surprise at every size is not found here, but by audits of
+logprobs and seeds.
 
 Windows are known by 64 bits that a secret decides (WindowHashes): two texts share them with probability 4e-18,
 whatever their sender chose, as nobody knows the secret. Each step is numpy's over all windows of a size, never
@@ -115,7 +116,8 @@ class CopyDetector:
 
         Windows are taken in order of size, then of offset: a token counts for the first that holds it.
         """
-        text = _Text(branch, top_p, self.hashes)
+        # logprobs over a support say all of the surprise
+        text = _Text(branch, 1.0 if branch.support else top_p, self.hashes)
         earlier.of += len(text.tokens)
         covered = np.zeros(len(text.tokens), np.bool_)
         aligned: list[Keys] = []

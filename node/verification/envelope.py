@@ -21,6 +21,7 @@ from typing import Protocol
 from ...protocol.manifests import ProofContract, RunManifest, Thresholds
 from ...protocol.numerics import ENVELOPE, ClassBounds
 from ..inference.fingerprint import TOKEN_BYTES
+from ..models.support import cut_support
 from ..weights.state import State
 from .auditor import MEASURES, AuditItem, Auditor, Measured, Reading, SampledSpan, Unreadable
 from .bounds import FEWEST, PROVISIONAL, Bands, bands
@@ -84,7 +85,9 @@ class NoiseEnvelope:
         items = [first_version(item) for item in items]
         readings = await self._reader.read(items, states)
         claims = [
-            replace(item, drawn=one.drawn, logprobs=one.logprobs, proof=one.proof)
+            replace(
+                item, drawn=one.drawn, logprobs=one.logprobs, proof=one.proof, support=one.support
+            )
             for item, one in zip(items, readings, strict=True)
             if isinstance(one, Reading)
         ]
@@ -115,6 +118,7 @@ def first_version(item: AuditItem) -> AuditItem:
         proof=item.proof[: TOKEN_BYTES * count],
         boundaries=(),
         routes=b"",
+        support=cut_support(item.support, len(item.versions), count),
         others=[other for other in item.others if other != version],
     )
 

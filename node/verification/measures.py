@@ -24,6 +24,7 @@ from ..inference.fingerprint import (
     token_distances,
 )
 from ..models.routes import route_fault
+from ..models.support import support_fault
 from .auditor import AuditItem, Measured, Unreadable
 
 Numbers = NDArray[np.float64]
@@ -49,7 +50,10 @@ def check_items(
     `routes` is the shape of routes in their run.
     """
     details = [
-        _fault(item, vocabulary) or _boundary_fault(item, layers) or _route_fault(item, routes)
+        _fault(item, vocabulary)
+        or _boundary_fault(item, layers)
+        or _route_fault(item, routes)
+        or _support_fault(item, vocabulary)
         for item in items
     ]
     sound = [item for item, detail in zip(items, details, strict=True) if not detail]
@@ -100,6 +104,21 @@ def _route_fault(item: AuditItem, shape: RouteShape | None) -> str:
     if shape is None:
         return "routes in a run that has none"
     return route_fault(item.routes, len(item.versions), shape)
+
+
+def _support_fault(item: AuditItem, vocabulary: int) -> str:
+    if not item.support:
+        return ""
+    if not item.temperature or not (item.top_k or item.top_p < 1):
+        return "supports of tokens that are drawn from all"
+    return support_fault(item.support, drawn_tokens(item), vocabulary, item.top_k, item.top_p)
+
+
+def drawn_tokens(item: AuditItem) -> list[int]:
+    """List the tokens that an item claims to have drawn [S]."""
+    if item.drawn:
+        return [*item.drawn]
+    return [token for one in item.replies for token in item.token_ids[one.start : one.end]]
 
 
 def _boundary_fault(item: AuditItem, layers: int) -> str:

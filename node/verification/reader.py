@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..inference.fingerprint import pack
 from ..inference.model import LanguageModel, pick_device
 from ..inference.sampler import Limits, draw
 from ..models.device import upload, upload_array
+from ..models.support import Ids, pack_support
 from ..weights.state import State
 from .auditor import AuditItem, Reading, Unreadable
 from .replay import BATCH_TOKENS, Kept, Replay
@@ -83,13 +85,19 @@ class TextReader(Replay):
         hidden = network.packed(upload_array(ids, device), lengths, None, None)
         hidden = hidden[upload_array(rows, device)]
         projected = self._projected(hidden).cpu().numpy()
-        tokens, logprobs = self._drawn(network, hidden, items, counts, places, seeds)
+        tokens, logprobs, support = self._drawn(network, hidden, items, counts, places, seeds)
         ends = np.cumsum(counts)[:-1]
         return [
-            Reading(drawn.tolist(), stated.tolist(), _proof(states, item))
-            for drawn, stated, states, item in zip(
+            Reading(
+                drawn.tolist(),
+                stated.tolist(),
+                _proof(states, item),
+                pack_support(left, drawn.tolist()) if item.support else b"",
+            )
+            for drawn, stated, left, states, item in zip(
                 np.split(tokens, ends),
                 np.split(logprobs, ends),
+                np.split(support, ends),
                 np.split(projected, ends),
                 items,
                 strict=True,
@@ -104,8 +112,8 @@ class TextReader(Replay):
         counts: Sequence[int],
         places: NDArray[np.int64],
         seeds: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the tokens that the network draws after `hidden` [S, d], and their logprobs."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64], Ids]:
+        """Return the tokens that the network draws after `hidden` [S, d], their logprobs and supports."""
         device = network.device
         warm = np.repeat(np.array([one.temperature for one in items], np.float32), counts)
         greedy = not warm.any()
@@ -117,6 +125,9 @@ class TextReader(Replay):
         drawn_with, at = upload_array(seeds, device), upload_array(places, device)
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
+        supports: list[Tensor] = []
+        supported = np.repeat([bool(one.support) for one in items], counts)
+        stated = upload(torch.from_numpy(supported), device)
         step = self._rows(network, hidden)
         for start in range(0, len(hidden), step):
             part = slice(start, start + step)
@@ -129,8 +140,19 @@ class TextReader(Replay):
             narrowed = limits.narrowed(part, device)
             found = draw(logits, temperatures[part], drawn_with[part], at[part], narrowed)
             tokens.append(found.tokens)
-            logprobs.append(found.logprobs)
-        return torch.cat(tokens).cpu().numpy(), torch.cat(logprobs).double().cpu().numpy()
+            over = found.support_logprobs
+            logprobs.append(
+                found.logprobs if over is None else over.where(stated[part], found.logprobs)
+            )
+            none = torch.empty(len(logits), 0, dtype=torch.int32, device=device)
+            supports.append(none if found.support is None else found.support)
+        widest = max((one.shape[1] for one in supports), default=0)
+        left = [pad(one, (0, widest - one.shape[1]), value=-1).cpu() for one in supports]
+        return (
+            torch.cat(tokens).cpu().numpy(),
+            torch.cat(logprobs).double().cpu().numpy(),
+            torch.cat(left or [torch.empty(len(hidden), 0)]).numpy().astype(np.int32),
+        )
 
 
 def has_room(numbers: int, free: int, total: int) -> bool:

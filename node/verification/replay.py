@@ -28,6 +28,7 @@ from ..models.device import Mark, download, upload
 from ..models.model_files import layer_count, read_base
 from ..models.routers import off_route, off_routes
 from ..models.routes import unpack_routes
+from ..models.support import NO_SUPPORT, Ids, unpack_supports
 from ..ops.errors import EngineError
 from ..pipeline.activations import rounded
 from ..weights.adapters import merge
@@ -88,6 +89,8 @@ class _Tokens:
     versions: Integers
     temperatures: NDArray[np.float32]
     limits: Limits
+    support: Ids | None
+    """See weigh(); None if no item states any."""
     margins: NDArray[np.float64]
     logprobs: NDArray[np.float64]
     """Recomputed, like the margins; both are infinite until then."""
@@ -233,6 +236,9 @@ class Replay:
         warm = upload(torch.from_numpy(tokens.temperatures[drawn]), network.device)
         greedy = not tokens.temperatures.any()  # all environments of a run are greedy, or none
         limits = Limits(tokens.limits.top_k[drawn], tokens.limits.top_p[drawn])
+        support = None
+        if tokens.support is not None:
+            support = upload(torch.from_numpy(tokens.support[drawn]), network.device)
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
         checker = BoundaryChecker(boundary_key(batch[0].item), leading, led)
@@ -247,7 +253,15 @@ class Replay:
             routed=download(routes.led() if routes else torch.zeros(len(chosen), 2)),
             drawn=drawn,
             numbers=download(
-                self._draw(network, hidden[rows], warm, *claims, limits=limits, greedy=greedy)
+                self._draw(
+                    network,
+                    hidden[rows],
+                    warm,
+                    *claims,
+                    limits=limits,
+                    support=support,
+                    greedy=greedy,
+                )
             ),
             mark=Mark(network.device),
         )
@@ -288,6 +302,7 @@ class Replay:
         claimed: Tensor,
         *,
         limits: Limits,
+        support: Tensor | None,
         greedy: bool,
     ) -> Tensor:
         """Compute margins and logprobs [2, N] fp32 of the tokens `claimed` [N].
@@ -304,6 +319,7 @@ class Replay:
             claimed,
             greedy=greedy,
             limits=limits,
+            support=support,
         )
 
     def _rows(self, network: LanguageModel, hidden: Tensor) -> int:
@@ -397,6 +413,7 @@ class Replay:
 def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
     branches: list[_Branch] = []
     columns: list[tuple[Integers, ...]] = []
+    supports: list[tuple[bytes, Integers]] = []
     start = 0
     for number, item in enumerate(items):
         ids = np.array(item.token_ids, np.int64)
@@ -404,6 +421,7 @@ def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
         places = np.concatenate([np.arange(reply.start, reply.end) for reply in item.replies])
         seeds = np.repeat(np.array([reply.seed for reply in item.replies], np.int64), counts)
         drawn = np.array(item.drawn, np.int64) if item.drawn else ids[places]
+        supports.append((item.support, drawn))
         columns.append((places, drawn, seeds, np.array(item.versions, np.int64)))
         at = slice(start, start := start + len(places))
         branches.append(_Branch(number, item, ids, at, waits=len(item.wanted)))
@@ -418,6 +436,7 @@ def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
             repeated(np.array([one.top_k for one in items], np.int64)),
             repeated(np.array([one.top_p for one in items], np.float32)),
         ),
+        support=unpack_supports(supports, NO_SUPPORT),
         margins=np.full(start, np.inf),
         logprobs=np.full(start, np.inf),
     )

@@ -668,6 +668,7 @@ class Verifier:
                                     b.logprobs,
                                     (b.policy_first, b.policy_last),
                                     b.routes,
+                                    b.support,
                                 )
                                 for b in one.rollout.branches
                             ],

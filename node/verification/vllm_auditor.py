@@ -56,6 +56,7 @@ from ..inference.prefill import (
     Claims,
     Numbers,
     PrefillRequest,
+    join_claims,
     make_claims,
     not_computed,
     read_rows,
@@ -73,6 +74,7 @@ from ..inference.vllm_arguments import (
 )
 from ..memory_plan.memory import ELEMENT
 from ..models.model_files import layer_count, vocab_size
+from ..models.support import unpack_support
 from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
 from ..weights.adapters import changes
 from ..weights.state import Changed, State, memory_threads
@@ -325,7 +327,9 @@ class _Text:
         text = np.array(item.token_ids, np.int64)[places]
         tokens = np.array(item.drawn, np.int64) if item.drawn else text
         routes = np.frombuffer(item.routes or bytes(len(places) * self.route_bytes), np.uint8)
-        claims = make_claims(places, seeds, tokens, routes.reshape(len(places), self.route_bytes))
+        support = unpack_support(item.support, tokens) if item.support else None
+        routes = routes.reshape(len(places), self.route_bytes)
+        claims = make_claims(places, seeds, tokens, routes, support)
         claims["routed"] = bool(item.routes)
         return claims
 
@@ -393,9 +397,9 @@ class _Text:
 
     def request(self, lead: list[int], claims: Claims, salt: str = "") -> PrefillRequest:
         """Ask for measurements of `claims`, to which `lead` led."""
-        item = self.item
+        item, width = self.item, claims["support"].shape[1]
         return PrefillRequest(
-            lead, claims.tobytes(), item.temperature, salt, item.top_k, item.top_p
+            lead, claims.tobytes(), item.temperature, salt, item.top_k, item.top_p, width
         )
 
     def request_kept(self, part: "_KeptPart", salt: str) -> PrefillRequest:
@@ -771,7 +775,7 @@ class VllmAuditor:
             own = text.asked(version, slice(1 if number in followers else 0, end))
             shared = [texts[one].asked(version, slice(1)) for one in heads.get(number, ())]
             lead = text.lead(int(text.places[end - 1]))
-            return text.request(lead, np.concatenate([own, *shared]) if shared else own)
+            return text.request(lead, join_claims([own, *shared]) if shared else own)
 
         def take(part: Sequence[Rows]) -> None:
             """Keep the rows of the next texts; note those that the cache has left out."""
@@ -812,7 +816,7 @@ class VllmAuditor:
                 for one in numbers
             ]
             salt = f"{next(self._salts)}"
-            requests.append(texts[numbers[0]].request(lead, np.concatenate(parts), salt))
+            requests.append(texts[numbers[0]].request(lead, join_claims(parts), salt))
         found: list[Rows] = []
         await self._ask(engine, requests, found.extend)
         for numbers, rows in zip(prefixes.values(), found, strict=True):

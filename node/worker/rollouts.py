@@ -331,6 +331,7 @@ class RolloutGenerator:
                 group=group.name,
                 top_k=sampling.top_k,
                 top_p=sampling.top_p,
+                supported=sampling.truncates,
             )
             return await self._admission.generate(request, group.order, environment.stops)
 
@@ -469,4 +470,5 @@ def branch_record(branch: Branch) -> BranchRecord:
         spans=tuple(Span(start, version) for start, version in branch.spans),
         proof=branch.proof,
         routes=branch.routes,
+        support=branch.support,
     )

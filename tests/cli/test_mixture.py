@@ -10,7 +10,7 @@ from primerl.node.app.factories import sample_terms
 from primerl.node.app.trainer import step_settings
 from primerl.node.config import run
 from primerl.node.config.loader import load
-from primerl.node.config.run import EnvironmentConfig, RunConfig
+from primerl.node.config.run import EnvironmentConfig, OwnSamplingConfig, RunConfig
 from primerl.node.config.training import LossConfig
 from primerl.node.environments.allowed import environment_contracts, options_of
 from primerl.node.ops.doctor import check_environments
@@ -126,6 +126,17 @@ def test_leases_have_room_for_the_largest_group(mixture: RunConfig) -> None:
     assert [(one.group_size, one.ratio) for one in policy.environments] == [(8, 1.0), (16, 3.0)]
     assert policy.largest_group == 16
     assert policy.max_bytes > lease_policy(RunConfig()).max_bytes
+
+
+def test_leases_have_room_for_the_supports_of_truncated_draws(mixture: RunConfig) -> None:
+    limits = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    free = [
+        one.model_copy(update={"sampling": OwnSamplingConfig.model_validate(limits)})
+        for one in mixture.environments
+    ]
+    untruncated = lease_policy(mixture.model_copy(update={"environments": free}))
+    tokens = mixture.training.seq_len * 16 * mixture.rollouts.groups_per_lease
+    assert lease_policy(mixture).max_bytes - untruncated.max_bytes == 1017 * tokens
 
 
 BOTH = MIXTURE + '[environment]\nid = "word-game"\n'

@@ -24,8 +24,9 @@ from support.scripted_engine import scripted_hidden
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest, narrowing
 from primerl.node.inference.fingerprint import Hidden, Projection
 from primerl.node.inference.model import LanguageModel
-from primerl.node.inference.sampler import Narrowed, draw
+from primerl.node.inference.sampler import Narrowed, SampledTokens, draw
 from primerl.node.models import huggingface
+from primerl.node.models.support import pack_support, support_fault
 from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
@@ -240,21 +241,57 @@ async def test_tokens_are_those_that_the_definition_draws_from_the_models_logits
         assert [*halves[index].token_ids, *rest[index].token_ids] == tokens
 
 
+@pytest.mark.parametrize("case", DRAWING_PARAMS, indirect=True, scope="session")
+async def test_supports_are_the_tokens_that_the_definition_leaves_with_the_logprobs_over_them(
+    engine: Engine, case: Case
+) -> None:
+    """Some ask for them, beside others that do not; the same tokens are drawn."""
+    async with asyncio.timeout(60.0):
+        asked = [replace(one, supported=one in NARROWED[2:]) for one in NARROWED]
+        made = await asyncio.gather(*map(engine.generate, [*asked, *NARROWED]))
+    model: Any = huggingface.model_from_state(case.model_dir, case.states[0])
+    for one, whole, plain in zip(asked, made, made[len(asked) :], strict=False):
+        assert (whole.token_ids, plain.support) == (plain.token_ids, b"")
+        if not one.supported:
+            assert whole.support == b""
+            assert whole.logprobs == pytest.approx(plain.logprobs, abs=case.factory.within)
+            continue
+        assert support_fault(whole.support, whole.token_ids, 272, one.top_k, one.top_p) == ""
+        found = defined(model, one, whole.token_ids)
+        assert found.support is not None
+        assert found.support_logprobs is not None
+        assert whole.support == pack_support(found.support.numpy(), whole.token_ids)
+        wanted = found.support_logprobs.tolist()
+        assert whole.logprobs == pytest.approx(wanted, abs=case.factory.within)
+        assert whole.logprobs != pytest.approx(plain.logprobs, abs=0.01)
+
+
+async def test_a_support_of_tokens_that_are_drawn_from_all_is_refused(engine: Engine) -> None:
+    for one in (request(), replace(request(), temperature=0.0, top_k=3)):
+        with pytest.raises(EngineError, match="top_k or top_p"):
+            await engine.generate(replace(one, supported=True))
+
+
 def by_definition(
     model: Any, one: GenerateRequest, drawn: list[int]
 ) -> tuple[list[int], list[float]]:
     """Tokens and logprobs of a plain forward pass over what was drawn."""
+    found = defined(model, one, drawn)
+    return found.tokens.tolist(), found.logprobs.tolist()
+
+
+def defined(model: Any, one: GenerateRequest, drawn: list[int]) -> SampledTokens:
+    """What a plain forward pass over what was drawn draws itself."""
     logits = _logits(model, one, drawn)
     first, count = len(one.prompt), len(logits)
     temperature, top_k, top_p = narrowing(one)
-    found = draw(
+    return draw(
         logits,
         torch.full((count,), temperature),
         torch.full((count,), one.seed),
         torch.arange(first, first + count),
         Narrowed(torch.arange(count), torch.full((count,), top_k), torch.full((count,), top_p)),
     )
-    return found.tokens.tolist(), found.logprobs.tolist()
 
 
 def _logits(model: Any, one: GenerateRequest, drawn: list[int]) -> torch.Tensor:

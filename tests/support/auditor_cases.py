@@ -18,7 +18,9 @@ from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel
+from primerl.node.inference.sampler import Narrowed, draw
 from primerl.node.models.routers import route_shape
+from primerl.node.models.support import join_support, pack_support
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.pipeline.activations import rounded
 from primerl.node.verification.auditor import (
@@ -29,6 +31,7 @@ from primerl.node.verification.auditor import (
     Unreadable,
     other_versions,
 )
+from primerl.node.verification.cheats import stated
 from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding
@@ -56,6 +59,22 @@ class Case:
     def forged(self, item: AuditItem, version: int = OWN) -> AuditItem:
         """Replace logprobs and proof of `item` by those of a prefill of its tokens."""
         return self.claimed(item, *self.prefill(item, version))
+
+    def stated(self, item: AuditItem, top_k: int = 0, top_p: float = 1.0) -> AuditItem:
+        """Replace the supports of `item` by those that these limits leave, and its logprobs accordingly."""
+        places = [place for reply in item.replies for place in range(reply.start, reply.end)]
+        tokens = [item.token_ids[place] for place in places]
+        drawn, rows = torch.tensor(tokens), torch.arange(len(tokens))
+        led, _ = self.prefill(item)
+        limits = torch.full_like(rows, top_k), torch.full((len(rows),), top_p)
+        with torch.inference_mode():
+            logits = _network(self, self.states[OWN]).logits(led).float()
+            heat = torch.full((len(rows),), item.temperature)
+            left = draw(logits, heat, rows, rows, Narrowed(rows, *limits)).support
+            support, logprobs = stated(logits / item.temperature, drawn, left)
+        return replace(
+            item, support=pack_support(support.numpy(), tokens), logprobs=logprobs.tolist()
+        )
 
     def prefill(self, item: AuditItem, version: int = OWN) -> tuple[Tensor, Tensor]:
         """Return hidden states [S, d] and logprobs [S] of the sampled tokens."""
@@ -108,8 +127,12 @@ async def generate(
     quantization: str = "none",
     top_k: int = 0,
     top_p: float = 1.0,
+    supported: bool = False,
 ) -> list[AuditItem]:
-    """Generate branches of all lengths with `state`, in one batch, that claim `version`."""
+    """Generate branches of all lengths with `state`, in one batch, that claim `version`.
+
+    With `supported` they state the supports of their tokens, and are leased with these limits.
+    """
     options = {"dtype": dtype, "device": "cpu", "enable_return_routed_experts": True}
     options["quantization"] = quantization
     asked = [
@@ -121,6 +144,7 @@ async def generate(
             stop_token_ids=(),
             top_k=top_k,
             top_p=top_p,
+            supported=supported,
         )
         for number in range(12)
     ]
@@ -131,7 +155,8 @@ async def generate(
         items = await asyncio.gather(*(_play(engine, request, version) for request in asked))
     finally:
         await engine.close()
-    return list(items)
+    leased = {"top_k": top_k, "top_p": top_p} if supported else {}
+    return [replace(one, **leased) for one in items]
 
 
 async def _play(engine: HfEngine, request: GenerateRequest, version: int) -> AuditItem:
@@ -154,6 +179,7 @@ def item_of(request: GenerateRequest, completion: Completion, version: int) -> A
         versions=[version] * count,
         proof=completion.proof,
         routes=completion.routes,
+        support=completion.support,
         temperature=TEMPERATURE,
     )
 
@@ -167,6 +193,7 @@ def joined(first: AuditItem, second: AuditItem) -> AuditItem:
         versions=[*first.versions, *second.versions],
         proof=first.proof + second.proof,
         routes=first.routes + second.routes,
+        support=join_support([(one.support, len(one.versions)) for one in (first, second)]),
         temperature=TEMPERATURE,
     )
 

@@ -175,7 +175,7 @@ class Fake:
         kind = request.token_ids[0]
         if kind in (DIES, LOST, BLOCKS, WAITS, FAULTY, ERRS):
             await self.generate(GenerateRequest((kind,), 1, 1.0, 0, ()))
-        claims = read_claims(request.claims, self._says.get("route_bytes", 0))
+        claims = read_claims(request.claims, self._says.get("route_bytes", 0), request.width)
         places = claims["places"]
         rows = np.zeros((len(places), COLUMNS), np.float32)
         if "route_bytes" in self._says:

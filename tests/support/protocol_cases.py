@@ -272,6 +272,8 @@ BRANCH = BranchRecord(
 )
 ROUTED_BRANCH = structs.replace(BRANCH, routes=bytes([7, 0, 43, 1, 0, 0, 1, 0]))
 """Of a run with the routes of ADAPTED."""
+SUPPORTED_BRANCH = structs.replace(BRANCH, support=bytes([2, 0]) + pack_u32([4, 9]))
+"""Of NARROWED: token 7 was drawn from 4, 7 and 9, then token 1 was alone."""
 
 SUBMISSION = Submission(
     lease=SEALED_LEASE,

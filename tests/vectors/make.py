@@ -66,6 +66,7 @@ def build() -> dict[str, Any]:
         "prompted_lease": encode(cases.PROMPTED_LEASE).hex(),
         "adapted_run_manifest": encode(cases.ADAPTED).hex(),
         "routed_branch": encode(cases.ROUTED_BRANCH).hex(),
+        "supported_branch": encode(cases.SUPPORTED_BRANCH).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
         "located_policy_manifest": encode(cases.LOCATED).hex(),
         "policy_manifest_with_earlier": encode(cases.WITH_EARLIER).hex(),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.chat_model import IM_END, make_chat_model
 from tokenizers import Tokenizer, decoders, models
@@ -12,6 +13,7 @@ from primerl.node.environments.chat import ChatFormat
 from primerl.node.environments.policies import Exchange
 from primerl.node.environments.stop_strings import FIRST_PART, StopStrings, generate_until
 from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.models.support import pack_support, support_fault
 
 TEXT = b"an answer: <b>42</b> and more" * 40
 
@@ -85,6 +87,13 @@ class Writer:
             boundaries=(b"".join(place.to_bytes(8, "big") for place in places),),
             plan=b"plan",
             routes=b"".join(place.to_bytes(3, "big") for place in places),
+            support=pack_support(
+                np.array(
+                    [[TEXT[at], *range(300, 300 + at % 5), *[-1] * 5][:6] for at in places],
+                    np.int32,
+                ),
+                list(TEXT[start:end]),
+            ),
         )
 
 
@@ -110,6 +119,7 @@ async def test_parts_are_what_one_generation_up_to_the_string_would_be(
         8 * count,
         3 * count,
     ]
+    assert support_fault(found.support, found.token_ids, 305, 0, 0.5) == ""
     assert sum(engine.parts) < 2 * count + FIRST_PART
 
 

@@ -14,6 +14,7 @@ from primerl.node.inference.sampler import (
     weigh,
 )
 from primerl.node.inference.vllm_sampling import Recorder, SampledStep
+from primerl.node.models.support import cut_support, pack_support
 from primerl.node.ops.errors import EngineError
 
 torch.set_num_threads(1)
@@ -209,6 +210,47 @@ def test_vllms_worker_narrows_the_rows_that_ask_for_it() -> None:
     wanted = draw(logits, temperatures, column(11, 11, 11), column(3, 3, 3), narrowed)
     assert torch.equal(tokens, wanted.tokens)
     assert int(tokens[2]) == int(logits[2].argmax())
+
+
+def test_vllms_worker_records_the_supports_of_the_requests_that_ask_for_them() -> None:
+    recorder = Recorder(
+        torch.device("cpu"), width=4, dtype=torch.float32, fingerprint="", requests=1, length=8
+    )
+    recorder.admit("free", 3, 1, 11, 1.0)
+    recorder.admit("silent", 3, 2, 12, 0.8, 0, 0.7)
+    recorder.admit("few", 3, 3, 13, 0.8, 0, 0.7, supported=True)
+    generator = torch.Generator().manual_seed(1)
+    steps = [torch.randn(3, VOCABULARY, generator=generator) for _ in range(4)]
+    drawn: list[SampledTokens] = []
+    names = ["few", "free", "silent"]
+    for number, logits in enumerate(steps):
+        at = column(3, 3, 3).numpy() + number
+        recorder.begin(SampledStep(names, at, at > 0, torch.zeros(3, 4), at * 0))
+        recorder.draw(logits)
+        recorder.end()
+        narrowed = Narrowed(column(0, 2), column(0, 0), column(0.7, 0.7, dtype=torch.float32))
+        heat = column(0.8, 1.0, 0.8, dtype=torch.float32)
+        drawn.append(draw(logits, heat, column(13, 11, 12), torch.from_numpy(at), narrowed))
+    free, silent, few = recorder.collect([[1, 4], [2, 4], [3, 4]], [])
+    assert (free[4], silent[4]) == (b"", b"")
+    for row, record in enumerate((few, free, silent)):
+        over = "support_logprobs" if record is few else "logprobs"
+        wanted = [float(getattr(one, over)[row]) for one in drawn]
+        assert np.frombuffer(record[1], np.float32).tolist() == wanted
+    tokens = [int(one.tokens[0]) for one in drawn]
+    left = [one.support[0] for one in drawn if one.support is not None]
+    assert few[4] == pack_support(torch.stack(left).numpy(), tokens)
+    assert len({len(set(row.tolist())) for row in left}) > 1
+    # an answer for fewer tokens, then a slot that is used again
+    [short] = recorder.collect([[3, 2]], [1, 2])
+    assert short[4] == cut_support(few[4], 4, 2)
+    recorder.collect([], [3])
+    recorder.admit("few", 3, 4, 13, 0.8, 0, 0.7)
+    at = column(3).numpy()
+    recorder.begin(SampledStep(["few"], at, at > 0, torch.zeros(1, 4), at * 0))
+    recorder.draw(steps[0][:1])
+    recorder.end()
+    assert recorder.collect([[4, 1]], [])[0][4] == b""
 
 
 def test_a_batch_without_limits_is_not_narrowed() -> None:

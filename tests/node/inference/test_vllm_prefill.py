@@ -21,7 +21,7 @@ from primerl.node.inference.prefill import (
     not_computed,
     read_rows,
 )
-from primerl.node.inference.sampler import draw
+from primerl.node.inference.sampler import MOST_MARGIN, Narrowed, draw
 from primerl.node.inference.vllm_prefill import PromptReader
 from primerl.node.inference.vllm_sampling import HiddenProjection, RouteBuffer
 from primerl.protocol.manifests import RouteShape
@@ -123,8 +123,9 @@ class Engine:
         cached: int = 0,
         temperature: float = 1.0,
         top_k: int = 0,
+        width: int = 0,
     ) -> None:
-        extra = {PREFILL: [ord(name[0]), temperature, top_k, 1.0, claims]}
+        extra = {PREFILL: [ord(name[0]), temperature, top_k, 1.0, claims, width]}
         self.waiting.append(
             SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra))
         )
@@ -163,13 +164,14 @@ def claims(
     tokens: list[int],
     drawn: bool = True,
     routes: "NDArray[np.int64] | None" = None,
+    support: "NDArray[np.int32] | None" = None,
 ) -> bytes:
     """The same seed for all of them; `routes` [N, layers, k]."""
     count = len(places)
     raw = np.zeros((count, ROUTES.token_bytes), np.uint8)
     if routes is not None:
         raw[:] = routes.reshape(count, -1)
-    found = make_claims(np.array(places), np.full(count, seed), np.array(tokens), raw)
+    found = make_claims(np.array(places), np.full(count, seed), np.array(tokens), raw, support)
     found["drawn"] = drawn
     found["routed"] = routes is not None
     return found.tobytes()
@@ -218,6 +220,25 @@ def test_each_text_is_measured_by_the_limits_it_was_drawn_under(engine: Engine) 
     engine.step(b=5, c=3, a=5)
     assert (engine.rows("a")[:, MARGIN] > 0).any()
     assert (engine.rows("b")[:, MARGIN] == 0).all()
+    assert (engine.rows("c")[:, MARGIN] == 0).all()
+
+
+def test_supports_are_measured_beside_texts_that_state_none_or_others(engine: Engine) -> None:
+    places = [3, 4, 5]
+    for name, size, claimed in (("a", 2, 2), ("b", 3, 2), ("c", 0, 0)):
+        logits = torch.stack([hidden_state(name, place - 1) for place in places]) @ HEAD
+        rows, at = torch.arange(3), torch.tensor(places)
+        limits = Narrowed(rows, torch.full((3,), size), torch.ones(3)) if size else None
+        found = draw(logits, torch.ones(3), torch.full((3,), 7), at, limits)
+        support = logits.topk(claimed).indices if claimed else None
+        if support is not None:
+            inside = (support == found.tokens[:, None]).any(1, keepdim=True)
+            support = support.where(inside, found.tokens[:, None]).int().numpy()
+        stated = claims(places, 7, found.tokens.tolist(), support=support)
+        engine.add(name, stated, top_k=size, width=claimed)
+    engine.step(b=5, c=5, a=5)
+    assert (engine.rows("a")[:, MARGIN] == 0).all()
+    assert (engine.rows("b")[:, MARGIN] == MOST_MARGIN).all()
     assert (engine.rows("c")[:, MARGIN] == 0).all()
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.parquet as parquet
 import pytest
 from support.kept_cases import row
 
@@ -50,6 +51,13 @@ def test_small_columns_are_read_without_the_tokens(files: RolloutFiles) -> None:
     (found,) = files.read(3, BRIEF)
     assert (found.place, found.reward, found.worker) == ("3/0/0", 0.5, row().worker)
     assert (found.prompt, found.completion_ids) == ("", [])
+
+
+def test_a_file_of_before_a_column_was_added_is_read_without_it(files: RolloutFiles) -> None:
+    written(files, 3)
+    table = parquet.read_table(files.path(3))
+    parquet.write_table(table.drop_columns(["support"]), files.path(3))
+    assert files.read(3) == [row(3)]
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(files: RolloutFiles) -> None:

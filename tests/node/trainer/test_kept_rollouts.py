@@ -1,5 +1,6 @@
 """Rollouts that a trainer keeps: trained, unused and rejected; a disk that fails costs nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ def test_an_episode_of_several_agents_is_made_again_of_its_rows(
     assert [(one.agent, one.reward) for one in rows[:3]] == [("a", 1.0), ("b", -1.0), ("b", -1.0)]
     assert [one.advantage for one in rows] == [one.advantage for one in batch.samples]
     assert credit(kept_batch(rows, 1), config, {}, record.baselines) == batch
+
+
+def test_supports_are_kept_and_a_batch_is_made_again_with_them(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    group = played([1.0, 0.0])
+    for one in group.rollouts:
+        one.branches[:] = [replace(branch, support=b"\1\0" + bytes(4)) for branch in one.branches]
+    batch = credit([group], TrainingConfig())
+    kept = keeper(tmp_path, model_dir, share=1.0)
+    kept.write(kept.trained(9, [group], batch.samples), b"head")
+    kept.close()
+    rows = files(tmp_path).read(9)
+    assert {one.support for one in rows} == {b"\1\0" + bytes(4)}
+    assert credit(kept_batch(rows, 1), TrainingConfig()) == batch
 
 
 def test_what_is_not_learned_from_is_kept_with_its_reason(tmp_path: Path, model_dir: Path) -> None:

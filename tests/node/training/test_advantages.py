@@ -444,8 +444,9 @@ def test_settings_of_agents_that_do_not_go_together_are_refused(
         TrainingConfig.model_validate(fields)
 
 
-def test_samples_that_are_rewarded_keep_their_routes() -> None:
-    routed = BranchTokens([1, 2], [False, True], [0.0, -1.0], routes=b"\1\2")
+def test_samples_that_are_rewarded_keep_their_routes_and_supports() -> None:
+    routed = BranchTokens([1, 2], [False, True], [0.0, -1.0], routes=b"\1\2", support=b"\0")
     pair = [ScoredRollout([routed], reward) for reward in (0.0, 1.0)]
     [one, other] = credit([RolloutGroup(b"t", "e", pair, 0, b"n", b"l")], training()).samples
     assert (one.routes, other.routes) == (b"\1\2", b"\1\2")
+    assert (one.support, other.support) == (b"\0", b"\0")

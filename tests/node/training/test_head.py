@@ -57,6 +57,34 @@ def test_values_and_gradients_are_those_of_log_softmax(
         assert torch.allclose(one, other, atol=3e-5)
 
 
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("chunk", [2, TOKENS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_over_a_support_values_and_gradients_are_those_of_a_softmax_of_these_tokens_alone(
+    chunk: int, dtype: torch.dtype, cap: float
+) -> None:
+    hidden, weight, targets = inputs(dtype=dtype)
+    support = torch.full((TOKENS, 5), -1)
+    support[:, 0] = targets
+    support[3:9, 1:4] = (targets[3:9, None] + torch.arange(1, 4)) % VOCABULARY
+    support[9:] = -1  # over all
+    found, entropy = head_logprobs(hidden, weight, targets, 0.7, chunk, cap, support)
+    logits = hidden.double() @ weight.double().T
+    logits = (cap * torch.tanh(logits / cap) if cap else logits) / 0.7
+    left = torch.zeros(TOKENS, VOCABULARY, dtype=torch.int64)
+    left = left.scatter_add(1, support.clamp_min(0), (support >= 0).long()) > 0
+    left[9:] = True
+    kept = logits.masked_fill(~left, -torch.inf)
+    wanted = kept.gather(1, targets[:, None])[:, 0] - kept.logsumexp(-1)
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    assert torch.equal(found[:3], torch.zeros(3))
+    assert torch.equal(entropy, head_logprobs(hidden, weight, targets, 0.7, chunk, cap)[1])
+    for one, other in zip(
+        pulled(found, hidden, weight), pulled(wanted, hidden, weight), strict=True
+    ):
+        assert torch.allclose(one, other, atol=3e-5)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_entropies_are_those_of_the_softmax_and_have_no_gradient(temperature: float) -> None:
     hidden, weight, targets = inputs()

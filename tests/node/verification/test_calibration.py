@@ -78,6 +78,7 @@ class HereAuditor:
 
     def __init__(self, bend: Callable[[list[Answer]], list[Answer]] = list) -> None:
         self._bend = bend
+        self.items: list[AuditItem] = []
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         self._replay = Replay(audit_terms(model_dir, run, "cpu"))
@@ -87,6 +88,7 @@ class HereAuditor:
         items: Sequence[AuditItem],
         states: Mapping[int, State],
     ) -> list[Answer]:
+        self.items += items
         return self._bend(self._replay.measure(items, states))
 
     async def close(self) -> None: ...
@@ -102,11 +104,11 @@ def lost(found: list[Answer]) -> list[Answer]:
     return [*found[:-1], Unreadable("out of memory", proof=False)]
 
 
-def config(**verification: object) -> RunConfig:
+def config(top_p: float = 1.0, **verification: object) -> RunConfig:
     return RunConfig.model_validate(
         {
             "engine": {"device": "cpu", "max_batch": 64, "max_model_len": 64},
-            "sampling": {"max_tokens": TOKENS},
+            "sampling": {"max_tokens": TOKENS, "top_p": top_p},
             "rollouts": {"group_size": 4},
             "seed": 3,
             "training": {"lr": 1e-4},
@@ -131,10 +133,11 @@ def calibrate(model: tuple[Path, State]) -> Calibrate:
         wanted: CalibrationRequest = WANTED,
         auditor: HereAuditor | None = None,
         state: State | None = None,
+        top_p: float = 1.0,
     ) -> CalibrationReport:
         return asyncio.run(
             Calibrator(
-                config(),
+                config(top_p),
                 model[0],
                 state or model[1],
                 [Letters()],
@@ -176,6 +179,17 @@ def test_other_models_and_other_draws_are_outside_of_the_bounds(report: Calibrat
 
 def test_fingerprints_of_other_weights_stand_apart(report: CalibrationReport) -> None:
     assert report.d_prime["int4 weights"] > 3
+
+
+def test_under_top_p_honest_rollouts_and_cheats_state_supports(calibrate: Calibrate) -> None:
+    auditor = HereAuditor()
+    found = calibrate(auditor=auditor, top_p=0.8)
+    assert all(one.support for one in auditor.items)
+    assert found.noise[0].quantiles["sampling_max"][-1] < 1e-3
+    assert found.noise[0].quantiles["logprob"][-1] < 1e-4
+    separation = {one.name: one for one in found.separation}
+    for name in ("int4 weights", "foreign text", "one token edited"):
+        assert separation[name].separates
 
 
 def test_equal_seeds_measure_the_same(calibrate: Calibrate, report: CalibrationReport) -> None:

@@ -155,13 +155,20 @@ def arrival(number: int = 1) -> ReceivedSubmission:
     return ReceivedSubmission(number, digest(b"bundle"), WORKER.node_id, b"", bytes(32))
 
 
-def played(version: int = 3, rewards: Sequence[float] = (1.0,) * 8) -> tuple[Submission, Lease]:
-    """Right answers of a policy of that version to one task, with these claimed rewards, and their lease."""
+def played(
+    version: int = 3, rewards: Sequence[float] = (1.0,) * 8, *, supported: bool = False
+) -> tuple[Submission, Lease]:
+    """Right answers of a policy of that version to one task, with these claimed rewards, and their lease.
+
+    `supported`: they state supports of a single token.
+    """
     task = counting_task(0)
     lease = msgspec.structs.replace(
         LEASE, tasks=(TaskRef(task.index, task.digest),), min_version=0, group_size=len(rewards)
     )
     right = say(question(task), right_reply(task), head(version))
+    if supported:
+        right = msgspec.structs.replace(right, support=bytes(sum(right.sampled)))
     rollouts = tuple(RolloutRecord((right,), reward, "") for reward in rewards)
     group = GroupRecord(task.index, task.digest, rollouts)
     return Submission(lease=b"", groups=(group,), engine="hf"), lease
@@ -481,8 +488,19 @@ async def test_equal_replies_of_the_likeliest_tokens_are_no_copies(
 ) -> None:
     copies, run = ArrivalsOnly(), played_otherwise(MANIFEST, **sampling)
     checked = Verifier(RUN, run, [CountingEnvironment()], FailingAudits(), {3: {}}, copies)
-    assert await reasons(checked, *played(rewards=[1.0]), 0.0) == {}
+    supported = "temperature" not in sampling and bool(sampling)
+    assert await reasons(checked, *played(rewards=[1.0], supported=supported), 0.0) == {}
     assert copies.asked == asked
+
+
+async def test_supports_of_accepted_rollouts_are_trained_on() -> None:
+    run = played_otherwise(MANIFEST, top_p=0.9)
+    checked = verifier(CountingEnvironment(), {3: {}}, run)
+    submission, lease = played(supported=True)
+    verified = await checked.verify(submission, lease, arrival(), version=4, rate=0.0)
+    branches = [b for one in verified.groups[0].rollouts for b in one.branches]
+    assert {one.support for one in branches} == {bytes(sum(branches[0].mask))}
+    assert await reasons(checked, *played(), 0.0) == {Reason.MALFORMED: 8}
 
 
 async def test_of_leased_prompts_the_lease_alone_says_what_was_asked() -> None:

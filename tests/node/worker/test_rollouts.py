@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from support.counting_environment import STOP, CountingEnvironment, counting_task
 from support.lease_cases import granted, policy
@@ -14,15 +15,22 @@ from support.protocol_cases import MANIFEST
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.engine import ConcurrencyConfig
-from primerl.node.environments.environment import Episode, Policy, Score, Task
+from primerl.node.environments.environment import Branch, Episode, Policy, Score, Task
 from primerl.node.environments.stop_strings import FIRST_PART, StopStrings
 from primerl.node.inference.concurrency import Concurrency, Decision
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.models.support import join_support, pack_support, support_fault
 from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.verification.checks import check_submission
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker import rollouts
-from primerl.node.worker.rollouts import AdmissionControl, RolloutGenerator, crossed, rollout_record
+from primerl.node.worker.rollouts import (
+    AdmissionControl,
+    RolloutGenerator,
+    branch_record,
+    crossed,
+    rollout_record,
+)
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, LeaseBook, sample_seed
 from primerl.protocol.manifests import SamplingContract
@@ -147,6 +155,18 @@ async def test_a_task_has_one_name_for_the_engine_and_each_sample_its_own_seed()
     }
     assert {request.seed for request in engine.asked} == wanted
     assert {(one.temperature, one.top_k, one.top_p) for one in engine.asked} == {(0.5, 7, 0.9)}
+    assert all(one.supported for one in engine.asked)
+
+
+def test_a_branch_travels_with_its_supports() -> None:
+    support = pack_support(np.array([[8, 5], [7, -1]], np.int32), [5, 7])
+    turn = Completion([5, 7], [-1.0, 0.0], "length", 3, 3, support=support)
+    tokens, sampled = [1, 5, 7, 2, 5, 7], [False, True, True, False, True, True]
+    branch = Branch.of_turns(tokens, sampled, [0.0] * 6, [turn, turn])
+    assert support_fault(branch.support, [5, 7, 5, 7], 9, 0, 0.9) == ""
+    assert branch_record(branch).support == join_support([(support, 2)] * 2)
+    silent = replace(turn, support=b"")
+    assert Branch.of_turns(tokens, sampled, [0.0] * 6, [turn, silent]).support == b""
 
 
 async def test_replies_end_at_the_strings_of_their_environment() -> None:
