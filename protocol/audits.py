@@ -20,6 +20,7 @@ from .manifests import Name, Version
 from .pipelines import MAX_STAGES
 from .recent import RecentDict
 from .reputation import Trust
+from .rollouts import MEANS, Mean
 
 MAX_CHOSEN = 2048
 """Rollouts of one job; a report on that many stays below MAX_REPORT."""
@@ -54,6 +55,7 @@ class MeasuredRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     other_policy: Measure
     routing: Measure = 0.0
     routing_max: Measure = 0.0
+    means: Annotated[tuple[Mean, ...], msgspec.Meta(max_length=MEANS)] = ()
 
 
 class UnreadableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -101,7 +103,9 @@ def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
     of = {(row.group, row.rollout) for row in report.measured}
     if len({(row.group, row.rollout) for row in crossed} & of) != len(crossed):
         raise RemoteProtocolError(Reason.MALFORMED, "boundaries of an unmeasured rollout, or twice")
-    numbers = [value for row in report.measured for value in astuple(row)]
+    numbers = [value for row in report.measured for value in (*astuple(row)[:-1], *row.means)]
+    if any(len(row.means) not in (0, MEANS) for row in report.measured):
+        raise RemoteProtocolError(Reason.MALFORMED, f"some means of a rollout, not all {MEANS}")
     numbers += [value for row in crossed for value in row.distances]
     if not all(isfinite(value) for value in numbers):
         raise RemoteProtocolError(Reason.MALFORMED, "a measurement is not a number")

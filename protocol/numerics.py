@@ -4,9 +4,12 @@ Honest logits differ with kernels, device, batch and parallelism, so bounds of n
 workers. A class is a claim: it decides which measured bounds judge a worker, and these judge all that it sends.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import astuple
 
 from .manifests import ProofContract, Thresholds, Version
 
@@ -15,6 +18,7 @@ Label = Annotated[str, msgspec.Meta(pattern=rf"^[ -~]{{0,{MAX_LABEL}}}\Z")]
 """Printable ASCII: it is shown to operators."""
 MAX_CLASSES = 16
 """Classes of one run that have bounds: each takes a worker that the operator named."""
+Limit = Annotated[float, msgspec.Meta(ge=0, le=1000)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -45,6 +49,30 @@ ENVELOPE = NumericsClass(engine="envelope")
 """Stands for all workers of a class without bounds of its own: no worker is of it."""
 
 
+class MeanBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of the means over WINDOW rollouts of one worker (reputation.py), see Evidence.means.
+
+    Noise that scatters about 0 from rollout to rollout averages out of them; what a cheat does does not.
+    """
+
+    logprob_shift: Limit
+    """Nats."""
+    logprob_trend: Limit
+    fingerprint_shift: Limit
+    """Length of the mean vector."""
+    fingerprint: Limit
+    """Mean of Evidence.fingerprint."""
+
+    def first_above(self, means: Sequence[float]) -> str:
+        """Describe the first mean above its bound; "" if none is. `means`: Evidence.means, then fingerprint."""
+        shift, trend, *apart, distance = means
+        found = (abs(shift), abs(trend), math.hypot(*apart), distance)
+        for name, value, bound in zip(self.__struct_fields__, found, astuple(self), strict=True):
+            if not value <= bound:
+                return f"{name} {value:.3g}, at most {bound:.3g} is allowed"
+        return ""
+
+
 class ClassBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds that judge the workers of a class, signed by the trainer as a fact of its run."""
 
@@ -68,6 +96,8 @@ class ClassBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """95 % upper bound of the share of honest rollouts that `reject` costs, each half of them judged by bounds
     made of the other; 1 where nothing was measured."""
     suspected_at_most: Share = 1.0
+    means: MeanBounds | None = None
+    """Of the envelope alone, once there are enough readings."""
 
     @property
     def provisional(self) -> bool:

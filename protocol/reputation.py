@@ -17,7 +17,7 @@ import msgspec
 
 from .errors import Reason
 from .manifests import ProofContract
-from .numerics import NumericsClass
+from .numerics import MeanBounds, NumericsClass
 
 BAN_AT_ONCE = frozenset({Reason.BAD_PROOF})
 """Bytes that no honest software makes, with any numerics: one case is enough. Signatures, recipients and
@@ -94,8 +94,11 @@ CLIP_COST = math.log1p(math.exp(-CLIP_NATS))
 """Taken off every clipped increment, 0.0067 nats. Clipping from above only lowers E[e^x]; clipping from below
 at -c raises it by at most e^-c. So if E[e^x] <= 1 for an honest peer, E[e^(clip(x) - CLIP_COST)] <= 1 too,
 and the bar keeps its meaning: no upward drift comes from the clip."""
-TESTS = 2
-"""The budget of false bans is shared by the test of outcomes and the test for another policy."""
+TESTS = 3
+"""The budget of false bans is shared by the tests of outcomes, for another policy, and of means."""
+WINDOW = 16
+"""Audited rollouts of which the test of means takes the mean: see MeanBounds. A window counts as one rollout
+does in the test of outcomes, so three that are off ban."""
 Z_05 = 1.6448536
 """Upper 5 % point of the normal distribution."""
 
@@ -111,6 +114,8 @@ class Audited:
     """This peer's share of a pipeline's rollout."""
     vouches: bool = False
     """In a pipeline: the fault is that of another stage, which this peer only dealt with."""
+    means: tuple[float, ...] = ()
+    """Evidence.means and Evidence.fingerprint; empty for a text that was audited before."""
 
 
 @dataclass
@@ -215,6 +220,8 @@ class BanTest:
     """Nats."""
     other_scale: float = 1.0
     """Factor on other_policy before it is clipped (the manifest's; calibration measures it)."""
+    means: MeanBounds | None = None
+    """None: means are not tested."""
 
 
 def ban_test(contract: ProofContract, expected_audits: float) -> BanTest:
@@ -263,6 +270,8 @@ class ReputationSnapshot(
     faults: int
     cheat_nats: float
     other_nats: float
+    mean_nats: float = 0.0
+    window: tuple[tuple[float, ...], ...] = ()
     suspicion: float
     banned: str
     accusers: tuple[str, ...] = ()
@@ -360,8 +369,12 @@ class Reputation:
     """CUSUM of the outcomes."""
     other_nats: float = 0.0
     """CUSUM of other_policy."""
+    mean_nats: float = 0.0
+    """CUSUM of the means of windows."""
+    window: tuple[tuple[float, ...], ...] = ()
+    """Audited.means since the last whole window."""
     suspicion: float = 0.0
-    """The larger of the two as a share of the bar, as of the last audit."""
+    """The largest of the three as a share of the bar, as of the last audit."""
     banned: str = ""
     """Why, in a sentence; empty if it is not banned."""
     accusers: tuple[str, ...] = ()
@@ -414,7 +427,24 @@ class Reputation:
                 self.ban(self._sentence("rejected and suspect audits", self.cheat_nats, test))
             elif self.other_nats >= test.bar:
                 self.ban(self._sentence("another policy version", self.other_nats, test))
-        self.suspicion = max(self.cheat_nats, self.other_nats) / test.bar
+            self._add_means(one.means, test)
+        self.suspicion = max(self.cheat_nats, self.other_nats, self.mean_nats) / test.bar
+
+    def _add_means(self, means: tuple[float, ...], test: BanTest) -> None:
+        """Add a rollout's means to the window, and a whole window to the test of means."""
+        if test.means is None or not means or not all(map(math.isfinite, means)):
+            return
+        self.window = (*self.window, means)
+        if len(self.window) < WINDOW:
+            return
+        above = test.means.first_above(
+            [sum(column) / WINDOW for column in zip(*self.window, strict=True)]
+        )
+        self.window = ()
+        self.mean_nats = max(0.0, self.mean_nats + INCREMENT["rejected" if above else "clean"])
+        if self.mean_nats >= test.bar:
+            what = f"means of {WINDOW} rollouts ({above})"
+            self.ban(self._sentence(what, self.mean_nats, test))
 
     def observe_stage(
         self, audits: Iterable[Audited], test: BanTest, room: Room, *, accuser: bytes, named: bool

@@ -27,6 +27,9 @@ MAX_SPANS = 64
 MAX_BLAMED = 48
 MAX_ROUTES = 64 * 2**20
 """Bytes of a branch's routes: 48 layers with 8 experts a token take 384 bytes a sampled token."""
+MEANS = 9
+"""Numbers of Evidence.means."""
+Mean = Annotated[float, msgspec.Meta(ge=-1000, le=1000)]
 MAX_SUPPORT = 255
 """Most tokens of a sampling support that is stated."""
 MAX_SUPPORTS = 64 * 2**20
@@ -164,6 +167,10 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     routing_max: float = 0.0
     """The largest margin by which one of these misses the validator's choice, in the router's scores (logits,
     or scores with a bias)."""
+    means: Annotated[tuple[Mean, ...], msgspec.Meta(max_length=MEANS)] = ()
+    """Signed means over the tokens, which honest noise leaves near 0 over many rollouts: of claimed less
+    recomputed logprobs, nats; the slope of these over the logprob; the relative differences of the seven
+    numbers of the proof. Empty where one is not finite."""
 
 
 class Blamed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ draw from its likeliest tokens only, by top_p and top_k, and end replies by stri
 another connection, or that its owner has retired, is refused for a reason of its own, and a retirement is a
 signed fact; an environment's variables of the chat template may name the date that it writes, and its options
 what later turns are shown of earlier reasoning; rollouts under top_p or top_k state the tokens that these left,
-and logprobs over them.
+and logprobs over them; measurements of audits have signed means.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

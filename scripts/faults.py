@@ -748,6 +748,37 @@ FAULTS = (
         ("test_twenty_of_forty_neighbours_that_do_their_worst_do_not_double_the_time_of_a_fetch",),
     ),
     Fault(
+        "a text that comes again counts in a mean",
+        "node/verification/verifier.py",
+        "found = structs.replace(found, means=())",
+        "pass",
+        ("test_a_text_that_comes_again_has_no_means_and_no_verdict_tells_them",),
+    ),
+    Fault(
+        "a validator alone bans by means",
+        "node/trainer/pipeline_faults.py",
+        "counts = seen.means and not audits.validator",
+        "counts = seen.means",
+        ("test_means_that_a_validator_states_do_not_count",),
+    ),
+    Fault(
+        "differences of logprobs lose their sign in a mean",
+        "node/verification/measures.py",
+        "apart, middle = np.clip(stated - own, -CLIP, CLIP), (stated + own) / 2",
+        "apart, middle = np.clip(np.abs(stated - own), -CLIP, CLIP), (stated + own) / 2",
+        ("test_means_of_logprobs_keep_their_sign_and_tell_a_temperature",),
+    ),
+    Fault(
+        "bounds of means are those of single readings",
+        "node/verification/envelope.py",
+        "windows = rows[-count * WINDOW :].reshape(count, WINDOW, -1).mean(axis=1)",
+        "windows = rows[-count * WINDOW :].reshape(count, WINDOW, -1)[:, 0]",
+        (
+            "test_means_have_bounds_once_there_are_four_windows_of_readings",
+            "test_a_temperature_that_no_rollout_shows_is_in_the_mean_of_sixteen",
+        ),
+    ),
+    Fault(
         "whoever sends a byte now and then keeps its place in a fetch",
         "node/p2p/download_state.py",
         "return download.received >= due and not self._late(download, now)",

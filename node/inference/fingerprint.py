@@ -80,6 +80,8 @@ class Compared:
     states, weighted so that a few tokens cannot dominate. 0 without samples."""
     others: tuple[float, ...]
     """The same for the hidden states of other policies, in order, over the same samples."""
+    shift: tuple[float, ...] = ()
+    """Sums over the tokens of the seven signed relative differences, at most of length 1 each."""
 
 
 @dataclass(frozen=True)
@@ -219,14 +221,20 @@ def _compare(replies: Sequence[Replayed]) -> list[Compared]:
     power = np.mean(own**2, axis=1)
     power[power == 0] = 1
     squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (own, *others)])
+    apart = (decoded - own).T / (np.sqrt(power) * np.maximum(1.0, np.sqrt(squares[0])))
+    shifts = sums(apart, lengths).T.tolist()
     expected = rounded(own)
     explained = (decoded == expected).all(axis=1)
     squares[:, explained] = np.maximum(squares[:, explained], squares[0, explained])
     sizes = [length * NUMBERS for length in lengths]
-    apart = sums(((decoded - expected) ** 2).ravel(), sizes).tolist()
+    error = sums(((decoded - expected) ** 2).ravel(), sizes).tolist()
     length = sums((expected**2).ravel(), sizes).tolist()
-    found = zip(map(_distance, apart, length), sizes, _weighed_sums(squares, lengths), strict=True)
-    return [Compared(distance, size, own, tuple(rest)) for distance, size, (own, *rest) in found]
+    distances = map(_distance, error, length)
+    found = zip(distances, sizes, _weighed_sums(squares, lengths), shifts, strict=True)
+    return [
+        Compared(distance, size, own, tuple(rest), tuple(shift))
+        for distance, size, (own, *rest), shift in found
+    ]
 
 
 def sums(values: Floats, lengths: Sequence[int]) -> Floats:

@@ -684,5 +684,5 @@ def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]
         if len(distances) != len(one.items[0].boundaries):
             distances = ()
         values = (getattr(row, name) for name in MEASURES)
-        found.append([Measured(row.tokens, *values, boundaries=distances)])
+        found.append([Measured(row.tokens, *values, boundaries=distances, means=row.means)])
     return found

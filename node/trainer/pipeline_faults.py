@@ -81,11 +81,11 @@ class StageFaults:
         self._part(plan, tally)
 
     def _test_of(self, verified: Verified) -> BanTest:
-        """Return the test, with the factor on other_policy of the bounds that judged."""
+        """Return the test, with what it takes from the bounds that judged."""
         bounds = verified.verdict.bounds
         if not isinstance(bounds, ClassBounds):
             return self._test
-        return replace(self._test, other_scale=bounds.other_scale)
+        return replace(self._test, other_scale=bounds.other_scale, means=bounds.means)
 
     def _tally(self, plan: PipelinePlan) -> Tally:
         """Return a plan's tally; late submissions of a dissolved plan still count for that plan."""
@@ -116,12 +116,15 @@ def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
     """Return the observations for the sequential tests of a node that worked alone, in order.
 
     With `placing`, suspect rollouts are left out, as they may only be of another numerics class than claimed.
+    Means that a validator states do not count: unlike a rejection, nobody measures them again.
     """
     found: list[Audited] = []
     for seen, judgement in zip(audits.evidence, audits.judgements, strict=True):
         outcome = outcome_of(judgement.reason, judgement.suspect)
         if outcome is not None and not (placing and outcome == "suspect"):
-            found.append(Audited(outcome, seen.other_policy))
+            counts = seen.means and not audits.validator
+            means = (*seen.means, seen.fingerprint) if counts else ()
+            found.append(Audited(outcome, seen.other_policy, means=means))
     return found
 
 

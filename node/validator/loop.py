@@ -388,7 +388,9 @@ def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditR
             unreadable.append(UnreadableRow(place.group, place.rollout, one.proof, detail))
             continue
         values = (_finite(getattr(one, name)) for name in MEASURES)
-        measured.append(MeasuredRow(place.group, place.rollout, one.tokens, *values))
+        measured.append(
+            MeasuredRow(place.group, place.rollout, one.tokens, *values, means=one.means)
+        )
         if one.boundaries:
             distances = tuple(map(_finite, one.boundaries))
             crossed.append(CrossedRow(place.group, place.rollout, distances))

@@ -126,6 +126,7 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     routing_max: float = 0.0
     boundaries: tuple[float, ...] = ()
     """Distance at each boundary of the item, like `fingerprint`."""
+    means: tuple[float, ...] = ()
 
 
 class Reading(msgspec.Struct, frozen=True, tag="reading"):
@@ -376,13 +377,22 @@ def versions(branch: Branch) -> list[int]:
 
 
 def evidence(rollout: CheckedRollout, measured: Iterable[Measured]) -> Evidence:
-    """Return the worst value of each measure over a rollout's branches."""
+    """Return the worst value of each measure over a rollout's branches, and the mean of the signed ones."""
     found = list(measured)
+    tokens = sum(one.tokens for one in found)
+    means: tuple[float, ...] = ()
+    if all(one.means for one in found):
+        columns = zip(*(one.means for one in found), strict=True)
+        weights = [one.tokens / tokens for one in found]
+        means = tuple(
+            sum(w * value for w, value in zip(weights, column, strict=True)) for column in columns
+        )
     return Evidence(
         rollout.group,
         rollout.index,
-        sum(one.tokens for one in found),
+        tokens,
         *(max((getattr(one, name) for one in found), key=_nan_last) for name in MEASURES),
+        means=means,
     )
 
 

@@ -14,12 +14,17 @@ Invariants:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import hypot, sqrt
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+from msgspec import structs
+
 from ...protocol.manifests import ProofContract, RunManifest, Thresholds
-from ...protocol.numerics import ENVELOPE, ClassBounds
+from ...protocol.numerics import ENVELOPE, ClassBounds, MeanBounds
+from ...protocol.reputation import WINDOW
+from ...protocol.rollouts import Evidence
 from ..inference.fingerprint import TOKEN_BYTES
 from ..models.support import cut_support
 from ..weights.state import State
@@ -40,6 +45,16 @@ FIRST = FEWEST
 """Readings for the first bounds."""
 KEPT = 256
 """Newest readings, of which the bounds are made."""
+WINDOWS = 4
+"""Windows of readings for bounds of means."""
+MEANS_WIDER = 4.0
+"""Bounds of signed means, in units of PAIR times the root mean square of those of the readings' windows."""
+LEAST_MEAN = 0.003
+"""Least bound of means of logprobs, nats: stated ones are rounded, and a KL of this size is no cheat."""
+LEAST_SHIFT = 0.05
+"""Part of the readings' mean distance that is added to the bound of shifted states."""
+DISTANCE_WIDER = 1.2
+"""Bound of the mean distance, in units of PAIR times that of the readings, which are of other texts."""
 RENEW = 8
 """New readings after which bounds are made anew, once there are ENOUGH."""
 READ = 1 / 64
@@ -142,4 +157,25 @@ def envelope_bounds(
         reject[name] = suspect[name] = getattr(PROVISIONAL, name)
     # strangers scatter otherwise than readings: the test for another policy counts suspects alone
     bounds = Bands(Thresholds(**reject), Thresholds(**suspect), 0.0)
-    return bounds_made_of(readings, bounds, ENVELOPE, contract, number=number, term=term)
+    made = bounds_made_of(readings, bounds, ENVELOPE, contract, number=number, term=term)
+    return structs.replace(made, means=mean_bounds(seen))
+
+
+def mean_bounds(seen: Sequence[Evidence]) -> MeanBounds | None:
+    """Make the bounds of a worker's means from those of the readings; None for fewer than WINDOWS windows.
+
+    They are of windows, not of single readings: what the auditor's kernels leave in a mean, others may, too.
+    """
+    rows = np.array([(*one.means, one.fingerprint) for one in seen if one.means], np.float64)
+    count = len(rows) // WINDOW
+    if count < WINDOWS:
+        return None
+    windows = rows[-count * WINDOW :].reshape(count, WINDOW, -1).mean(axis=1)
+    shift, trend, *apart = np.sqrt((windows[:, :-1] ** 2).mean(axis=0)).tolist()
+    distance = float(windows[:, -1].mean())
+    return MeanBounds(
+        logprob_shift=PAIR * MEANS_WIDER * shift + LEAST_MEAN,
+        logprob_trend=PAIR * MEANS_WIDER * trend + LEAST_MEAN,
+        fingerprint_shift=PAIR * MEANS_WIDER * hypot(*apart) + LEAST_SHIFT * distance,
+        fingerprint=DISTANCE_WIDER * PAIR * distance,
+    )

@@ -33,6 +33,8 @@ FEWEST = 64
 """Least divisor of a mean over tokens, so that one near tie in a short branch is no fault."""
 CLIP = 1.0
 """Most that one token adds to the mean margin, nats."""
+SPREAD = 8.0
+"""Least divisor of a slope over logprobs: a branch of nearly equal ones has none."""
 FLOOR = 2.0**-20
 """Mean squared relative difference below a proof's resolution (a quarter of bf16's last bit)."""
 
@@ -150,17 +152,22 @@ Compares = Sequence[tuple[int, Compared]]
 
 
 def summarize(
-    margins: Sequence[NDArray[np.floating]], apart: Sequence[Numbers], compared: Sequence[Compares]
+    margins: Sequence[NDArray[np.floating]],
+    claimed: Sequence[Sequence[float]],
+    logprobs: Sequence[NDArray[np.floating]],
+    compared: Sequence[Compares],
 ) -> list[Measured]:
     """Summarize branches of S sampled tokens, one entry each.
 
-    `margins` and `apart` (differences of logprobs) are [S]; `compared` is compare_replies() of the proofs.
+    `margins`, `claimed` and recomputed `logprobs` are [S]; `compared` is compare_replies() of the proofs.
     """
     if not margins:
         return []
     tokens = [len(one) for one in margins]
     margin = _infinite(np.concatenate(margins, dtype=np.float64))
-    logprob = _infinite(np.abs(np.concatenate(apart)))
+    own = np.concatenate(logprobs, dtype=np.float64)
+    stated = np.concatenate([np.asarray(one, np.float64) for one in claimed])
+    logprob = _infinite(np.abs(own - stated))
     starts = np.cumsum([0, *tokens[:-1]])
     columns = (
         sums(np.minimum(margin, CLIP), tokens),
@@ -177,11 +184,37 @@ def summarize(
             logprob=logprob / max(count, FEWEST),
             logprob_max=logprob_max,
             other_policy=_other_policy([one for _, one in proof]),
+            means=_means(count, proof, line),
         )
-        for count, proof, sampling, sampling_max, logprob, logprob_max in zip(
-            tokens, compared, *(column.tolist() for column in columns), strict=True
+        for count, proof, line, sampling, sampling_max, logprob, logprob_max in zip(
+            tokens,
+            compared,
+            _lines(stated, own, tokens),
+            *(column.tolist() for column in columns),
+            strict=True,
         )
     ]
+
+
+def _lines(stated: Numbers, own: Numbers, tokens: Sequence[int]) -> list[tuple[float, float]]:
+    """Return (mean, slope) of stated less own logprobs over their mean, for each branch."""
+    with np.errstate(invalid="ignore"):
+        apart, middle = np.clip(stated - own, -CLIP, CLIP), (stated + own) / 2
+        products = np.stack([apart, middle, middle**2, middle * apart])
+        found: list[tuple[float, float]] = []
+        for count, (y, x, xx, xy) in zip(tokens, sums(products, tokens).T, strict=True):
+            slope = (xy - x * y / count) / max(xx - x * x / count, SPREAD)
+            found.append((float(y) / max(count, FEWEST), float(slope)))
+    return found
+
+
+def _means(tokens: int, compared: Compares, line: tuple[float, float]) -> tuple[float, ...]:
+    """Return Evidence.means of a branch; () if one of them is not finite."""
+    if not compared:
+        return ()
+    shifts = np.sum([one.shift for _, one in compared], axis=0) / max(tokens, FEWEST)
+    found = (*line, *shifts.tolist())
+    return found if all(map(isfinite, found)) else ()
 
 
 def compare_replies(

@@ -391,7 +391,8 @@ class Replay:
         )
         found = summarize(
             [tokens.margins[one.at] for one in branches],
-            [tokens.logprobs[one.at] - np.array(one.item.logprobs) for one in branches],
+            [one.item.logprobs for one in branches],
+            [tokens.logprobs[one.at] for one in branches],
             compared,
         )
         done: dict[int, Measured] = {}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import msgspec
+from msgspec import structs
 
 from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -153,6 +154,8 @@ class _Work:
     conditions: AuditConditions
     rejections: list[Rejection]
     audited: AuditResults = field(default_factory=AuditResults)
+    texts: set[int] = field(default_factory=set[int])
+    """Hashes of the audited texts: one that comes again says nothing new of the means of a worker."""
 
     def reject(self, rollout: CheckedRollout, reason: Reason, detail: str) -> None:
         self.rejections.append(Rejection(rollout.group, rollout.index, reason, clipped(detail)))
@@ -621,6 +624,10 @@ class Verifier:
             )
             return
         found = evidence(rollout, numbers)
+        text = hash(tuple(tuple(branch.token_ids) for branch in rollout.branches))
+        if text in work.texts:
+            found = structs.replace(found, means=())
+        work.texts.add(text)
         self._comparisons.note(found.other_policy)
         contract = work.conditions.contract
         judgement = judge(found, contract)
@@ -723,7 +730,7 @@ def make_verdict(
         rejected=len(rejections),
         challenge=arrival.challenge,
         rate=rate,
-        evidence=tuple(audited.evidence[:MAX_EVIDENCE]),
+        evidence=tuple(structs.replace(one, means=()) for one in audited.evidence[:MAX_EVIDENCE]),
         validator=audited.validator,
         pipeline=msgspec.UNSET if plan is None else _stages_verdict(plan, audited.blames),
         bounds=msgspec.UNSET if bounds is None else bounds,

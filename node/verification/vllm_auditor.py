@@ -486,11 +486,12 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
         [rows[:, PROJECTED:] for rows in own],
         [[text.rows[version][:, PROJECTED:] for version in text.item.others] for text in texts],
     )
-    apart = [
-        rows[:, LOGPROB] - np.array(text.item.logprobs, np.float64)
-        for text, rows in zip(texts, own, strict=True)
-    ]
-    found = summarize([rows[:, MARGIN] for rows in own], apart, compared)
+    found = summarize(
+        [rows[:, MARGIN] for rows in own],
+        [text.item.logprobs for text in texts],
+        [rows[:, LOGPROB] for rows in own],
+        compared,
+    )
     routes = [routing(rows[:, ROUTING:PROJECTED]) for rows in own]
     return [
         structs.replace(one, routing=share, routing_max=margin)

@@ -83,7 +83,7 @@ from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State
 from primerl.node.weights.state_history import StateHistory
 from primerl.protocol.manifests import ProofContract, RunManifest
-from primerl.protocol.numerics import ClassBounds
+from primerl.protocol.numerics import ClassBounds, MeanBounds
 from primerl.protocol.reputation import (
     Audited,
     Reputation,
@@ -282,7 +282,8 @@ class Study:
         seen = self.honest.get(name) or self.cheats[name]
         key = name, readings, count, len(seen)
         if key not in self._known:
-            self._known[key] = verdicts(seen, self.applied(readings, count))
+            means = self.bounds(readings, count).means
+            self._known[key] = verdicts(seen, self.applied(readings, count), means)
         return self._known[key]
 
     def save(self, path: Path, **more: Any) -> None:
@@ -320,17 +321,16 @@ def bounds_of(readings: Sequence[Evidence], contract: ProofContract) -> ClassBou
 
 
 def row_of(one: Evidence) -> list[float]:
-    """Return the tokens and measures of a rollout, rounded."""
-    return [
-        one.tokens,
-        *(float(f"{getattr(one, name):.{PRECISION}g}") for name in MEASURES),
-    ]
+    """Return the tokens, measures and signed means of a rollout, rounded."""
+    values = (*(getattr(one, name) for name in MEASURES), *one.means)
+    return [one.tokens, *(float(f"{value:.{PRECISION}g}") for value in values)]
 
 
 def evidence_of(row: Sequence[float]) -> Evidence:
     """Read row_of()."""
-    tokens, *measures = row
-    return Evidence(0, 0, int(tokens), *measures)
+    tokens, *values = row
+    measures, means = values[: len(MEASURES)], tuple(values[len(MEASURES) :])
+    return Evidence(0, 0, int(tokens), *measures, means=means)
 
 
 def column(seen: Sequence[Evidence], name: str) -> NDArray[np.float64]:
@@ -357,17 +357,19 @@ class Verdicts:
     """Median number of rollouts until the ban; infinite if most orders have none."""
 
 
-def verdicts(seen: Sequence[Evidence], contract: ProofContract) -> Verdicts:
-    """Judge rollouts by a contract."""
+def verdicts(
+    seen: Sequence[Evidence], contract: ProofContract, means: MeanBounds | None
+) -> Verdicts:
+    """Judge rollouts by a contract, and their means by `means`."""
     judged = [judge(one, contract) for one in seen]
     audited = [
-        Audited(outcome, one.other_policy)
+        Audited(outcome, one.other_policy, means=(*one.means, one.fingerprint) if one.means else ())
         for one, verdict in zip(seen, judged, strict=True)
         if (outcome := outcome_of(verdict.reason, verdict.suspect)) is not None
     ]
     above = Counter(first_above(one, contract.suspect) for one in seen)
     del above[""]
-    bans = list(bans_of(audited, contract))
+    bans = list(bans_of(audited, contract, means))
     return Verdicts(
         rollouts=len(seen),
         rejected=sum(one.reason is not None for one in judged),
@@ -378,9 +380,11 @@ def verdicts(seen: Sequence[Evidence], contract: ProofContract) -> Verdicts:
     )
 
 
-def bans_of(audited: Sequence[Audited], contract: ProofContract) -> Iterator[float]:
+def bans_of(
+    audited: Sequence[Audited], contract: ProofContract, means: MeanBounds | None
+) -> Iterator[float]:
     """Count the rollouts until the ban in several orders; infinite without one."""
-    test, chance = ban_test(contract, EXPECTED_AUDITS), random.Random(1)
+    test, chance = replace(ban_test(contract, EXPECTED_AUDITS), means=means), random.Random(1)
     order = list(audited)
     for _ in range(min(ORDERS, max(3, AUDITS // max(1, len(order))))):
         reputation, banned = Reputation(), inf

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import random
 from collections import Counter
@@ -9,7 +10,7 @@ from support.protocol_cases import NOW, PROOFS
 
 from primerl.protocol.audits import audit_rate
 from primerl.protocol.errors import Reason
-from primerl.protocol.numerics import NumericsClass
+from primerl.protocol.numerics import MeanBounds, NumericsClass
 from primerl.protocol.reputation import (
     AUDIT_FAULTS,
     BAN_AT_ONCE,
@@ -25,6 +26,7 @@ from primerl.protocol.reputation import (
     HONEST,
     INCREMENT,
     MIN_EVIDENCE,
+    WINDOW,
     Audited,
     BanTest,
     Outcome,
@@ -308,13 +310,76 @@ def test_a_ban_says_which_test_its_value_and_the_bar() -> None:
     peer = Reputation()
     peer.observe(audits("rejected", 3), TEST)
     assert peer.banned == (
-        "rejected and suspect audits in a sequential test: 24.0 nats, the bar is 21.4 "
+        "rejected and suspect audits in a sequential test: 24.0 nats, the bar is 21.8 "
         "(after 3 audited rollouts)"
     )
     assert peer.refused == f"banned: {peer.banned}"
     peer.record("sums", 1000, Counter(), NOW)
     peer.age(NOW + 100 * HALF_LIFE_S)
     assert peer.refused  # neither work nor time lifts it
+
+
+BOUNDS = MeanBounds(0.01, 0.008, 0.03, 0.05)
+MEAN_TEST = dataclasses.replace(TEST, means=BOUNDS)
+
+
+def with_means(
+    count: int,
+    *,
+    shift: float = 0.0,
+    trend: float = 0.0,
+    apart: float = 0.0,
+    distance: float = 0.04,
+) -> list[Audited]:
+    """Clean rollouts whose means scatter about these values."""
+    rng, means = np.random.default_rng(7), (shift, trend, *[apart / 7**0.5] * 7, distance)
+    scatter = np.array([0.01, 0.005, *[0.02] * 7, 0.005])
+    return [
+        Audited("clean", -1.0, means=tuple((scatter * rng.normal(size=10) + means).tolist()))
+        for _ in range(count)
+    ]
+
+
+def test_noise_that_averages_out_bans_nobody() -> None:
+    peer = Reputation()
+    peer.observe(with_means(1000 * WINDOW), MEAN_TEST)
+    assert not peer.banned
+    assert peer.mean_nats == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "off"),
+    [
+        ("logprob_shift", {"shift": -0.05}),
+        ("logprob_trend", {"trend": -0.021}),
+        ("fingerprint_shift", {"apart": 0.06}),
+        ("fingerprint", {"distance": 0.06}),
+    ],
+)
+def test_what_is_in_the_noise_of_a_rollout_and_stays_in_the_mean_bans_within_64(
+    name: str, off: dict[str, float]
+) -> None:
+    peer = Reputation()
+    cheats = with_means(64, **off)
+    peer.observe(cheats[: 2 * WINDOW], MEAN_TEST)
+    assert not peer.banned, "two windows are not enough"
+    peer.observe(cheats[2 * WINDOW : 3 * WINDOW], MEAN_TEST)
+    assert peer.banned.startswith(f"means of 16 rollouts ({name} ")
+    assert "(after 48 audited rollouts)" in peer.banned
+    unbounded = Reputation()
+    unbounded.observe(cheats, TEST)
+    assert not unbounded.banned, "a run without such bounds tests no means"
+
+
+def test_a_text_that_comes_again_and_what_is_no_number_say_nothing_of_a_mean() -> None:
+    peer = Reputation()
+    bad = [Audited("clean", -1.0, means=(math.nan,) * 10), Audited("clean", -1.0)]
+    peer.observe([*with_means(WINDOW - 1, shift=1.0), *bad * 50], MEAN_TEST)
+    assert len(peer.window) == WINDOW - 1
+    assert peer.mean_nats == 0.0
+    again = Reputation.restore(peer.snapshot(), ())
+    again.observe(with_means(1, shift=1.0), MEAN_TEST)
+    assert (again.window, again.mean_nats > 0) == ((), True)
 
 
 def test_bytes_that_no_honest_software_makes_ban_at_once() -> None:

@@ -71,6 +71,13 @@ class Court:
         self._faults.note(node, verified)
 
 
+def test_means_that_a_validator_states_do_not_count() -> None:
+    seen = [Evidence(0, 0, 64, 0.2, 0, 0, 0, 0, 9.0, means=(0.1,) * 9)]
+    own = AuditResults(seen, [JUDGED["clean"]])
+    assert [one.means for one in observed(own)] == [(*[0.1] * 9, 0.2)]
+    assert [one.means for one in observed(replace(own, validator=NODES[1]))] == [()]
+
+
 def test_a_stage_that_is_named_is_out_at_the_first_submission_but_not_banned() -> None:
     court, made_by = Court(), plan(*NODES[:3])
     court.take_in(submission(made_by, "rejected", 1))

@@ -243,7 +243,8 @@ def test_the_longest_verdict_on_a_pipeline_fits_a_message() -> None:
         rejected=2**31,
         challenge=node,
         rate=0.1,
-        evidence=(Evidence(4095, 4095, 2**24, *[0.1] * 8),) * MAX_EVIDENCE,
+        evidence=(Evidence(4095, 4095, 2**24, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1),)
+        * MAX_EVIDENCE,
         validator=node,
         pipeline=PipelineVerdict(
             node,

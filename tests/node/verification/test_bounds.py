@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ CONTRACT = proof_contract(RunConfig(), "")
 
 
 def rollout(number: int, **measures: float) -> Evidence:
-    values = dict.fromkeys(MEASURES, 0.0) | measures
+    values: dict[str, Any] = dict.fromkeys(MEASURES, 0.0) | measures
     return Evidence(group=0, rollout=number, tokens=64, **values)
 
 

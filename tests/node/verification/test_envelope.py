@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import pytest_asyncio
-from support.auditor_cases import OWN, Case, coarse, generate, make_case, measured
+from msgspec import structs
+from support.auditor_cases import OWN, TEMPERATURE, Case, coarse, generate, make_case, measured
 from support.noise_cases import honest_4b
 from support.protocol_cases import PROOFS
 
@@ -16,13 +17,17 @@ from primerl.node.verification.bounds import PROVISIONAL
 from primerl.node.verification.class_bounds import Reference
 from primerl.node.verification.envelope import (
     FIRST,
+    PAIR,
+    WINDOWS,
     NoiseEnvelope,
     envelope_bounds,
     first_version,
+    mean_bounds,
 )
 from primerl.node.verification.hf_auditor import HfAuditor
 from primerl.node.verification.judge import first_above
 from primerl.node.verification.reader import has_room
+from primerl.protocol.reputation import WINDOW
 from primerl.protocol.rollouts import Evidence
 
 CPU = EngineConfig(type="hf", device="cpu", dtype="bfloat16")
@@ -133,6 +138,56 @@ async def test_bounds_add_the_noise_of_a_second_rounding_and_are_never_beyond_pr
     assert envelope_bounds(wide, PROOFS).reject == PROVISIONAL
 
 
+def _with_means(count: int, shift: float = 0.0) -> list[Evidence]:
+    """Honest rollouts whose means scatter about 0, but for the mean of logprobs."""
+    rng = np.random.default_rng(3)
+    return [
+        structs.replace(one, means=(shift + rng.normal() * 0.01, *(rng.normal(size=8) * 0.01)))
+        for one in honest_4b(rng, count)
+    ]
+
+
+async def test_means_have_bounds_once_there_are_four_windows_of_readings() -> None:
+    assert mean_bounds(_with_means(WINDOWS * WINDOW - 1)) is None
+    assert mean_bounds(honest_4b(np.random.default_rng(0), 256)) is None, "none were measured"
+    bounds = mean_bounds(_with_means(1024))
+    assert bounds is not None
+    assert bounds.logprob_trend == pytest.approx(4 * PAIR * 0.01 / 4 + 0.003, rel=0.15)
+    honest = np.array([(*one.means, one.fingerprint) for one in _with_means(1024)])
+    windows = honest.reshape(-1, WINDOW, 10).mean(axis=1)
+    assert [bounds.first_above(window.tolist()) for window in windows] == [""] * len(windows)
+    assert bounds.first_above([-0.05, *windows[0][1:]]).startswith("logprob_shift 0.05")
+    assert bounds.first_above([0.0] * 9 + [float("nan")]).startswith("fingerprint nan")
+    seen = [Reference(b"", 1, one) for one in _with_means(WINDOWS * WINDOW)]
+    assert envelope_bounds(seen, PROOFS).means is not None
+
+
+async def test_what_the_auditors_kernels_leave_in_a_mean_others_may_leave_too() -> None:
+    steady, scattered = mean_bounds(_with_means(64, 0.02)), mean_bounds(_with_means(64))
+    assert steady is not None
+    assert scattered is not None
+    assert steady.logprob_shift > 4 * scattered.logprob_shift
+    assert steady.logprob_trend == scattered.logprob_trend
+
+
+async def test_a_temperature_that_no_rollout_shows_is_in_the_mean_of_sixteen(
+    case: Case, parts: tuple[HfAuditor, HfAuditor]
+) -> None:
+    auditor, reader = parts
+    read = measured(await NoiseEnvelope(auditor, reader).measure(case.honest, case.states))
+    seen = [_evidence(number, one) for number, one in enumerate(read * 6)]
+    bounds = envelope_bounds([Reference(b"", OWN, one) for one in seen], PROOFS)
+    assert bounds.means is not None
+    found: list[str] = []
+    for warmer in (1.0, 1.05):
+        items = await generate(case.model_dir, case.states[OWN], "bfloat16", TEMPERATURE * warmer)
+        measures = [_evidence(0, one) for one in measured(await auditor.audit(items, case.states))]
+        window = [(*one.means, one.fingerprint) for one in measures]
+        found.append(bounds.means.first_above(np.mean(window, axis=0).tolist()))
+    assert found[0] == ""
+    assert found[1].startswith("logprob_trend 0.04")
+
+
 async def test_a_model_is_read_on_the_cpu_where_a_trainer_would_have_no_room_left_beside_it() -> (
     None
 ):
@@ -143,4 +198,5 @@ async def test_a_model_is_read_on_the_cpu_where_a_trainer_would_have_no_room_lef
 
 
 def _evidence(number: int, one: Measured) -> Evidence:
-    return Evidence(0, number, one.tokens, *(getattr(one, name) for name in MEASURES))
+    measures = (getattr(one, name) for name in MEASURES)
+    return Evidence(0, number, one.tokens, *measures, means=one.means)

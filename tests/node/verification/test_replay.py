@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from numpy.typing import NDArray
 from support.auditor_cases import (
     CUTS,
     NEAR,
@@ -284,7 +285,7 @@ def reply(
     own: float = 1.0, *others: float, tokens: int = 1, distance: float = 0.0
 ) -> tuple[int, Compared]:
     """The comparison of one reply, over ten samples."""
-    return tokens, Compared(distance, 10, own, others)
+    return tokens, Compared(distance, 10, own, others, (0.0,) * 7)
 
 
 def measure(
@@ -293,7 +294,9 @@ def measure(
     compared: Sequence[tuple[int, Compared]] = (),
 ) -> Measured:
     off = np.array(apart or [0.0] * len(margins))
-    [found] = summarize([np.array(margins)], [off], [compared or [reply(tokens=len(margins))]])
+    [found] = summarize(
+        [np.array(margins)], [off.tolist()], [off * 0], [compared or [reply(tokens=len(margins))]]
+    )
     return found
 
 
@@ -317,7 +320,8 @@ def test_what_is_not_a_number_is_infinite(odd: float) -> None:
     # beside a branch that is well, and stays so
     compared = compare_replies([[(proof, 2)]] * 2, [states, fine], [[], []])
     margins, apart = [np.array([0.0, odd]), np.zeros(2)], [np.array([odd, 0.0]), np.zeros(2)]
-    found, well = summarize(margins, apart, compared)
+    found, well = summarize(margins, [one.tolist() for one in apart], [np.zeros(2)] * 2, compared)
+    assert (len(found.means), len(well.means)) == (0, 9)
     assert (well.sampling_max, well.logprob_max, well.logprob, well.sampling) == (0, 0, 0, 0)
     assert well.fingerprint < inf
     assert (found.sampling_max, found.logprob_max, found.logprob) == (inf, inf, inf)
@@ -333,6 +337,48 @@ def test_the_distance_is_the_root_mean_square_over_64_tokens_at_least() -> None:
     )
     assert found.fingerprint == pytest.approx(((9 + 3) / 64) ** 0.5)
     assert measure(compared=[reply(distance=nan)]).fingerprint == inf
+
+
+def line(claimed: NDArray[np.float64], own: NDArray[np.float64]) -> tuple[float, ...]:
+    """The means of logprobs of a branch."""
+    [found] = summarize([own * 0], [claimed.tolist()], [own], [[reply(tokens=len(own))]])
+    return found.means[:2]
+
+
+def test_means_of_logprobs_keep_their_sign_and_tell_a_temperature() -> None:
+    own = -np.linspace(0.0, 4.0, 128)
+    assert line(own, own) == (0.0, 0.0)
+    assert line(own - 0.05, own) == pytest.approx((-0.05, 0.0), abs=1e-12)
+    noise = 0.05 * (-1.0) ** np.arange(128)
+    assert line(own + noise, own) == pytest.approx((0.0, 0.0), abs=2e-3)
+    shift, trend = line(own / 1.03, own)
+    assert trend == pytest.approx(-0.03, abs=1e-3)
+    assert shift > 0
+    few = line(own[:2], own[:2] - 3.2)
+    assert few[0] == pytest.approx(2 / 64), "a token adds at most a nat, over 64 tokens at least"
+
+
+def test_a_branch_of_equal_logprobs_has_no_slope() -> None:
+    own = np.full(64, -0.1)
+    own[0] -= 1e-6
+    _, trend = line(own * 0 - 0.2, own)
+    assert abs(trend) < 1e-6
+
+
+def test_the_shift_of_states_is_what_does_not_scatter() -> None:
+    states = np.random.default_rng(1).normal(size=(256, 64)).astype(np.float32)
+    scatter = np.random.default_rng(2).normal(size=states.shape).astype(np.float32)
+    steady = np.random.default_rng(3).normal(size=64).astype(np.float32)
+    shifts: list[float] = []
+    for off in (0 * scatter, 0.05 * scatter, 0.05 * steady):
+        found = Projection().compare(Projection().make(states + off), states)
+        shifts.append(float(np.linalg.norm(found.shift)) / len(states))
+    nothing, noise, other_weights = shifts
+    assert nothing < 1e-3
+    assert noise < 0.02
+    assert other_weights > 5 * noise
+    far = Projection().compare(Projection().make(-1000 * states), states)
+    assert np.linalg.norm(far.shift) < len(states), "a token adds at most a vector of length 1"
 
 
 def test_the_likeliest_other_policy_counts_over_all_replies() -> None:

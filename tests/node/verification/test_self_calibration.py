@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_nor_is_what_a_mixture_of_experts_with_random_routers_measured() -> None
 def test_what_no_noise_explains_is_rejected_from_the_first_rollout_on(
     forged: dict[str, float], reason: Reason
 ) -> None:
-    values = dict.fromkeys(MEASURES, 0.0) | forged
+    values: dict[str, Any] = dict.fromkeys(MEASURES, 0.0) | forged
     found = Evidence(0, 0, TOKENS, **values)
     assert judge(found, provisional(H100).applied(CONTRACT)).reason is reason
 

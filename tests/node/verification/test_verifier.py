@@ -63,6 +63,7 @@ from primerl.protocol.manifests import RunManifest
 from primerl.protocol.numerics import ENVELOPE, ClassBounds
 from primerl.protocol.reputation import Placement, Trust
 from primerl.protocol.rollouts import (
+    MEANS,
     BranchRecord,
     GroupRecord,
     Rejection,
@@ -601,6 +602,18 @@ async def test_the_first_submissions_are_judged_once_enough_of_them_was_read() -
         assert isinstance(bounds, ClassBounds)
         assert (bounds.numerics, bounds.rollouts) == (ENVELOPE, 16)
         assert verified.verdict.accepted == 8
+
+
+async def test_a_text_that_comes_again_has_no_means_and_no_verdict_tells_them() -> None:
+    means = (0.1,) * MEANS
+    audits = SameNoise(msgspec.structs.replace(NOISE, means=means))
+    checked = Verifier(RUN, MANIFEST, [Scripted()], audits, {3: {}}, ArrivalsOnly())
+    submission, lease = played()
+    verified = await checked.verify(submission, lease, arrival(), version=4, rate=1.0)
+    found = [one.means for one in verified.audited.evidence]
+    assert found == [pytest.approx(means), *[()] * 7], "equal replies"
+    assert len(verified.verdict.evidence) == 8
+    assert not any(one.means for one in verified.verdict.evidence)
 
 
 async def test_work_beyond_the_envelope_is_rejected_in_the_submission_that_made_it() -> None:
