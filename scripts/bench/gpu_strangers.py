@@ -9,7 +9,8 @@ makes the bounds (node/verification/envelope.py); they judge honest engines of m
 host: vLLM compiled, eager, with its older runner, batch-invariant, with other kernels of attention and with
 prompts in small parts, and the embedded engine on GPU and CPU. A kind that does not start is printed with its
 reason. Two kinds also draw replies of --reply-long, judged by readings of short ones and by renewed readings.
-Cheats draw with the kernels of the auditor, which is best for them, and claim to be a class that nobody knows.
+Cheats draw with the kernels of the auditor, which is best for them, or with those of --cheats-by, and claim to
+be a class that nobody knows.
 
 All rollouts are compared with the version before, one step of lr 1e-6 away. Groups of eight share a prompt of
 37 to 64 tokens: questions in the model's chat template with --model, text of a small language with --trained,
@@ -154,11 +155,14 @@ SEEN = {
     "another model": 16,
     "another seed": 16,
     "logprobs 0.3 nats off": 16,
-    "weights 3 % off": 64,
+    "logprobs 0.05 nats off": 64,
     "4-bit weights, groups of 128": 64,
-    "temperature 1.1": 128,
+    "FP8 weights": 64,
+    "weights 1 % off": 64,
+    "temperature 1.03": 64,
+    "the version before, lr 1e-5": 64,
 }
-"""Cheat -> rollouts within which it has to be banned; smaller cheats are measured, but have no goal."""
+"""Cheat -> rollouts within which it has to be banned; other cheats are measured, but have no goal."""
 
 
 # -- kinds of honest engines ---------------------------------------------------------------------
@@ -892,6 +896,9 @@ class Bench:
             engine = await self._start(kind)
             await self._draw(engine, number, kind, count)
             await self._draw_long(engine, number, kind)
+            if self.options.cheats_by == kind.name:
+                await self._is_read.wait()
+                await self._measure_cheats(engine)
         except (NodeError, TimeoutError) as error:
             self._miss(kind.name, named_line(error))
         finally:
@@ -996,7 +1003,8 @@ class Bench:
             if items := await self._draw_long(engine, 0, kind):
                 self.study.readings[LONG] = await self.read(items[: self.options.readings])
             self._show_kind(kind.name)
-            await self._measure_cheats(engine)
+            if self.options.cheats_by in ("", kind.name):
+                await self._measure_cheats(engine)
         except (NodeError, TimeoutError) as error:
             if not self._is_read.is_set():
                 raise
@@ -1122,6 +1130,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reply-long", type=int, default=300, help="0 draws no long replies")
     parser.add_argument("--minutes", type=float, help="6, and 3 with --quick")
     parser.add_argument("--at-once", type=int, default=0, help="engines beside the first")
+    parser.add_argument("--cheats-by", default="", metavar="KIND", help="the first by default")
     parser.add_argument("--rejudge", type=Path, metavar="FILE", help="measure nothing")
     options = parser.parse_args()
     options.readings, options.cheated = READINGS, CHEATED
