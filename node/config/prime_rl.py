@@ -741,6 +741,9 @@ OLDER = re.compile(
     r"|trainer\.(loss\.(dppo_mask_low|dppo_mask_high|kl_tau|ipo_threshold)|model\.impl)\b"
 )
 """Keys that prime-rl has only after 0.8, and only up to it: its defaults changed in between."""
+NEWER_OF_SOURCE = frozenset({"select", "sampler", "min_abs_advantage"})
+OLDER_OF_SOURCE = frozenset({"num_examples", "curriculum", "rollouts_per_example"})
+"""The same of an environment."""
 LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "max_async_level+sampling"),
     ("infer_2025", "sampling"),
@@ -1131,6 +1134,11 @@ class _Conversion:
                 if place in SHARED_ENV and isinstance(listed, dict):
                     continue
                 tables = _tables(path, listed)
+                keys = {key for one in tables for key in one}
+                if keys & NEWER_OF_SOURCE:
+                    self._era = "newer"
+                elif keys & OLDER_OF_SOURCE:
+                    self._era = self._era or "older"
                 found += [_Source(f"{path}[{i}]", one) for i, one in enumerate(tables)]
         return found
 
@@ -1416,9 +1424,9 @@ class _Conversion:
                 self._note("differs", key, None, RULES[key].remark)
             shared = self._ours.get("sampling.top_k")
             for drawn in (one.get("sampling", {}) for one in self._ours.get("environments", [])):
-                if drawn.get("top_p", 1.0) < 1 and not drawn.get("top_k", shared):
+                if _number(drawn.get("top_p", 1.0), "top_p") < 1 and not drawn.get("top_k", shared):
                     drawn["top_k"] = NEWER_TOP_K
-            if not shared and self._ours.get("sampling.top_p", 1.0) < 1:
+            if not shared and _number(self._ours.get("sampling.top_p", 1.0), "top_p") < 1:
                 self._ours["sampling.top_k"] = NEWER_TOP_K
         elif not self._era and not {"loss_type", "loss"} & self._raw.keys():
             why = (
@@ -1522,15 +1530,13 @@ class _Conversion:
 
     def _decay(self) -> None:
         """Convert a linear schedule, which in prime-rl stays constant until its last decay_steps."""
-        warm = self._ours.setdefault("training.warmup_steps", 10)
-        decay = self._raw.get("decay_steps", 10)
+        warm = _number(self._ours.setdefault("training.warmup_steps", 10), "warmup_steps")
+        decay = _number(self._raw.get("decay_steps", 10), "decay_steps")
         if decay == 0:
             self._ours["training.scheduler"] = "constant"
-        elif (warm, decay) != (0, self._ours["max_steps"]) and warm + decay != self._ours[
-            "max_steps"
-        ]:
+        elif warm + decay != self._ours["max_steps"]:
             why = "the rate falls from the warm-up to max_steps, and not in the last decay_steps alone"
-            self._note("differs", "scheduler.decay_steps", decay, why)
+            self._note("differs", "scheduler.decay_steps", int(decay), why)
 
     def _gpus(self) -> None:
         learns, generates = self._count("train_gpus", 1), self._raw.get("infer_gpus", 1)

@@ -234,6 +234,42 @@ def test_what_means_the_same_is_not_said_to_differ(tmp_path: Path, there: str) -
     assert [note for note in said if "max_steps" not in note.key] == []
 
 
+@pytest.mark.parametrize(
+    ("there", "kind"),
+    [
+        ("orchestrator.train.algo.type = 'grpo'", "ipo"),
+        ("source.select.limit = 3", "ipo"),
+        ("trainer.model.moe.compute.type = 'bf16'", "ipo"),
+        ("orchestrator.train.env.retries.max_retries = 1", "ipo"),
+        ("orchestrator.group_size = 8", None),
+        ("source.curriculum = {gates = {}}", None),
+        ("trainer.loss.type = 'default'", "dppo_kl"),
+    ],
+)
+def test_a_run_has_the_defaults_of_the_releases_that_its_keys_are_of(
+    tmp_path: Path, there: str, kind: str | None
+) -> None:
+    config = converted(tmp_path, there)
+    training = config.values["training"]
+    assert training.get("loss", {}).get("type") == kind
+    assert training.get("weight_decay") == (0.0 if kind == "ipo" else None)
+    assert "trainer.loss" not in {note.key for note in config.differs}
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        "orchestrator.train.sampling.top_p = 'x' ; orchestrator.train.group_size = 4",
+        "trainer.scheduler.type = 'linear' ; trainer.scheduler.decay_steps = 'x'",
+        "trainer.scheduler.type = 'linear' ; trainer.scheduler.warmup_steps = []",
+        "trainer.loss.type = 'ppo' ; trainer.loss.ratio_low = 'x'",
+    ],
+)
+def test_a_value_that_is_no_number_is_one_line(tmp_path: Path, there: str) -> None:
+    with pytest.raises(UsageError, match="must be a number"):
+        converted(tmp_path, there)
+
+
 def _their_rate(kind: str, step: int, *, steps: int, warm: int, decay: int, floor: float) -> float:
     """prime-rl's schedule (`trainer/scheduler.py`) at step `step` from 1, in parts of the rate."""
     import torch

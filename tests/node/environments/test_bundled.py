@@ -482,6 +482,25 @@ async def test_a_text_of_a_data_set_is_reversed_in_tags_as_prime_rl_asks_for(
     assert turned.encode() in bytes(one for one in demonstration.token_ids if one < 256)
 
 
+async def test_a_long_reply_with_a_wrong_beginning_earns_nothing_as_in_prime_rl(
+    home: Path, model_dir: Path
+) -> None:
+    """difflib leaves characters out that make up more than a hundredth of 200 and more."""
+    pattern = "not a tin on it an " * 20
+    texts = [pattern[:length] for length in (60, 199, 200, 301)]
+    store(home, "nobody/long", [{"prompt": text} for text in texts])
+    environment = await opened(model_dir, "reverse-text-hub", dataset_name="nobody/long")
+    found: dict[int, float] = {}
+    for index in range(len(texts)):
+        task = await environment.task(index)
+        prompt = bytes(one for one in await environment.prompt(task) if one < 256).decode()
+        text = max((one for one in texts if one in prompt), key=len)
+        reply = f"<reversed_text>?{text[::-1][1:]}</reversed_text>"
+        found[len(text)] = (await played(environment, index, reply))[0].score.reward
+    assert min(reward for length, reward in found.items() if length < 200) > 0.95
+    assert {reward for length, reward in found.items() if length >= 200} == {0.0}
+
+
 async def test_a_data_set_without_texts_is_refused_with_its_column(
     home: Path, model_dir: Path
 ) -> None:

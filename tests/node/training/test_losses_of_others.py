@@ -1,4 +1,4 @@
-"""Our losses with the settings of docs/algorithms.md against TRL's own code, and verl's rule for k1.
+"""Our losses with the settings of docs/algorithms.md against TRL's own code, and rules of verl and prime-rl.
 
 Those of TRL are skipped where it is not installed: `pip install --no-deps trl==1.16.0 accelerate` is enough.
 """
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from primerl.node.config.prime_rl import LOSSES, NEWER_LOSS
 from primerl.node.config.training import LossConfig
 from primerl.node.training.losses import TokenInputs, policy_loss, rejected
 
@@ -229,3 +230,41 @@ def test_bounds_of_verls_k1_are_inverted_here(
     total = sum(Batch.drawn(seed).tokens for seed in range(20))
     assert 0 < kept < total
     assert same < total
+
+
+def _prime_rls(name: str, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Loss of a token in prime-rl after 0.8, by its documentation; `log_ratio` has the gradient."""
+    ratio = log_ratio.exp()
+    match name:
+        case "icepop":
+            return -((ratio >= 0.2) & (ratio <= 5.0)).float() * advantages * ratio
+        case "ppo":
+            return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        case "cispo":
+            return -ratio.detach().clamp(0.0, 5.0) * advantages * log_ratio
+        case _:
+            raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", ["icepop", "ppo", "cispo"])
+def test_a_loss_of_prime_rl_is_imported_as_one_with_its_gradient(name: str) -> None:
+    config = LossConfig.model_validate(LOSSES[name])
+    for seed in range(20):
+        batch = Batch.drawn(seed)
+        logprobs = batch.logprobs.clone().requires_grad_()
+        values = _prime_rls(name, logprobs - batch.behaviour, batch.advantages[:, None])
+        (slope,) = torch.autograd.grad((values * batch.mask).sum() / batch.tokens, logprobs)
+        _, gradient = batch.ours(config)
+        assert float((gradient - slope).abs().max()) < ROUNDING
+
+
+def test_the_default_loss_after_prime_rl_0_8_is_ipo_without_a_pull() -> None:
+    config = LossConfig.model_validate(NEWER_LOSS)
+    batch = Batch.drawn(0)
+    logprobs = batch.logprobs.clone().requires_grad_()
+    near = ((logprobs.exp() - batch.behaviour.exp()).abs().detach() <= 0.3).float()
+    values = -near * batch.advantages[:, None] * (logprobs - batch.behaviour).exp()
+    (slope,) = torch.autograd.grad((values * batch.mask).sum() / batch.tokens, logprobs)
+    _, gradient = batch.ours(config)
+    assert float((gradient - slope).abs().max()) < ROUNDING
+    assert 0 < int((near * batch.mask).sum()) < batch.tokens
