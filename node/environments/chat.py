@@ -323,7 +323,7 @@ class ChatFormat:
             marked.check(self._after_reply(marked.messages, with_call=False))
             with_call = False
         except EnvironmentFailed:
-            if messages[0]["role"] != "tool":
+            if not messages or messages[0]["role"] != "tool":
                 raise
             marked.check(self._after_reply(marked.messages, with_call=True))
             with_call = True

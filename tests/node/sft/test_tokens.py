@@ -166,6 +166,14 @@ def test_a_template_that_closes_no_reply_gets_a_stop_token(tmp_path: Path) -> No
     assert tokens.mask[-2:] == [True, True]
 
 
+def test_two_replies_in_a_row_are_both_trained(chat: ChatFormat) -> None:
+    reply = {"role": "assistant", "content": "b"}
+    row = talk([{"role": "user", "content": "a"}, reply, reply])
+    assert (
+        trained_texts(chat, TemplateTokenizer(chat, ASSISTANT).tokens(row)) == ["b<|im_end|>"] * 2
+    )
+
+
 def test_a_row_without_a_reply_is_refused(chat: ChatFormat) -> None:
     with pytest.raises(BadRow, match="assistant"):
         TemplateTokenizer(chat, ASSISTANT).tokens(talk([{"role": "user", "content": "a"}]))
