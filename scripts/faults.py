@@ -1155,7 +1155,7 @@ FAULTS = (
     ),
     Fault(
         "what a chat template leaves out is not noticed",
-        "node/environments/chat.py",
+        "node/environments/marks.py",
         "if wanted and not count:",
         "if False:",
         ("test_a_part_that_the_template_loses_or_repeats_is_named",),

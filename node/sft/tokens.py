@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..environments.chat import ChatFormat, TemplateFault, same_length
+from ..environments.chat import ChatFormat, same_length
 from ..environments.environment import EnvironmentFailed
+from ..environments.marks import TemplateFault
 from ..models import huggingface
 from ..ops.errors import UsageError, one_line
 from .rows import BadRow, Conversation, LostPart, Message, RawText
