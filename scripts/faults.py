@@ -1328,6 +1328,27 @@ FAULTS = (
         ("test_code_that_waits_for_ever_ends_at_its_deadline_and_raising_is_an_error",),
     ),
     Fault(
+        "what a chat template leaves out is not noticed",
+        "node/environments/marks.py",
+        "if wanted and not count:",
+        "if False:",
+        ("test_a_part_that_the_template_loses_or_repeats_is_named",),
+    ),
+    Fault(
+        "workers write the date of the day on which they render",
+        "node/environments/chat.py",
+        "return {**variables, DATE: date}",
+        "return dict(variables)",
+        ("test_every_worker_writes_the_date_of_the_run_s_beginning_into_its_prompts",),
+    ),
+    Fault(
+        "earlier reasoning is shown where the run drops it",
+        "node/environments/playing.py",
+        "self._answer(message) if n < dropped[self._reasoning] else message",
+        "message",
+        ("test_earlier_reasoning_is_kept_or_dropped_or_begins_a_new_sample",),
+    ),
+    Fault(
         "code of an environment may open sockets",
         "node/environments/confine.py",
         'refused.append(calls["socket"])',

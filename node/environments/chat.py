@@ -6,8 +6,7 @@ template came with the model, so it runs in jinja's sandbox.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date as Date
 from datetime import datetime, time
 from functools import cached_property
@@ -26,13 +25,24 @@ from ..models.tokenizer_files import (
 from ..models.tokenizer_files import FILES as TOKENIZER_FILES
 from ..ops.errors import BAD_FILE, EngineError, one_line
 from .environment import EnvironmentFailed
+from .marks import (
+    PROBE,
+    MarkedConversation,
+    Message,
+    TemplateFault,
+    calls_of,
+    make_call,
+    make_schema,
+    mark_text,
+    reply_with_call,
+    shape_of,
+    template_message,
+)
 
 if TYPE_CHECKING:
     import jinja2
     from tokenizers import Tokenizer
 
-Message = Mapping[str, Any]
-"""`role` and `content`, in the form of chat templates."""
 
 UNREADABLE = "\ufffd"
 NO_TEMPLATE = "{{ raise_exception('the model has none') }}"
@@ -42,9 +52,6 @@ _MARK = "primerl-reply-ends-here"
 _ASKED: Message = {"role": "user", "content": "a"}
 DATE = "strftime_now"
 """Function of templates that writes the date: the value of this name in chat_template_kwargs."""
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning, as transformers reads them."""
-PROBE = "primerl_probe"
 THINK = ("<think>", "</think>")
 """Marks of reasoning where the template does not tell others."""
 _MOST_SHAPES = 4096
@@ -69,10 +76,6 @@ _GIVEN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", DATE, *SPECIAL_NAMES}
 )
 """Variables of templates that are not options: set on all nodes alike, or on none."""
-
-
-class TemplateFault(EnvironmentFailed):
-    """The chat template leaves out a part of a conversation, or repeats it."""
 
 
 class Chat(Protocol):
@@ -210,9 +213,9 @@ class ChatFormat:
     def prompt_text(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> str:
         """Return the text of prompt()."""
         text = self.render(messages, tools=tools)
-        shape = (_shape(messages), bool(tools))
+        shape = (shape_of(messages), bool(tools))
         if shape not in self._checked:
-            marked = _Marked(messages, tools)
+            marked = MarkedConversation(messages, tools)
             marked.check(self.render(marked.messages, tools=marked.tools))
             self._checked[shape] = False
         return text
@@ -224,9 +227,9 @@ class ChatFormat:
 
         Raises TemplateFault if a part of the reply is left out or repeated.
         """
-        shape = (_shape(messages), bool(tools))
+        shape = (shape_of(messages), bool(tools))
         if shape not in self._marked_replies:
-            marked = _Marked(messages, tools or ())
+            marked = MarkedConversation(messages, tools or ())
             text = self.render(marked.messages, tools=marked.tools, generate=False)
             marked.check(text, reply=True)
             before = self.render(marked.messages[:-1], tools=marked.tools)
@@ -246,8 +249,8 @@ class ChatFormat:
             "tool_call_id": "primerl01",
             "name": PROBE,
         }
-        call, stop = _calling(PROBE, 1), self.stop_token_ids[0]
-        schema = {"name": PROBE, "description": "a", "parameters": _schema(PROBE)}
+        call, stop = reply_with_call(PROBE, 1), self.stop_token_ids[0]
+        schema = {"name": PROBE, "description": "a", "parameters": make_schema(PROBE)}
         tools: list[Message] = [{"type": "function", "function": schema}]
         thought: Message = {"role": "assistant", "content": "a", "reasoning_content": "b"}
         parts: dict[str, Callable[[], object]] = {
@@ -274,7 +277,7 @@ class ChatFormat:
     @cached_property
     def parsers(self) -> tuple[str, str]:
         """vLLM's parsers of tool calls and of reasoning for the template's output; "" if unknown."""
-        reply = _calling(PROBE, 1)
+        reply = reply_with_call(PROBE, 1)
         try:
             text = self.render([_ASKED, reply], generate=False)
         except EnvironmentFailed:
@@ -296,7 +299,7 @@ class ChatFormat:
 
     def continuation_text(self, messages: Sequence[Message], last_token: int) -> str:
         """Return the text of continuation()."""
-        shape = ("continuation", _shape(messages))
+        shape = ("continuation", shape_of(messages))
         if shape not in self._checked:
             self._check_continuation(messages, shape)
         rest = self._after_reply(messages, with_call=self._checked[shape])
@@ -325,12 +328,12 @@ class ChatFormat:
 
     def _check_continuation(self, messages: Sequence[Message], shape: object) -> None:
         """Find out whether results are shown beside their calls only. Raises TemplateFault if never."""
-        marked = _Marked(messages, ())
+        marked = MarkedConversation(messages, ())
         try:
             marked.check(self._after_reply(marked.messages, with_call=False))
             with_call = False
         except EnvironmentFailed:
-            if messages[0]["role"] != "tool":
+            if not messages or messages[0]["role"] != "tool":
                 raise
             marked.check(self._after_reply(marked.messages, with_call=True))
             with_call = True
@@ -346,7 +349,8 @@ class ChatFormat:
         if with_call:
             results = list(takewhile(lambda one: one["role"] == "tool", messages))
             calls = [
-                _call(one.get("name") or PROBE, _MARK, one.get("tool_call_id")) for one in results
+                make_call(one.get("name") or PROBE, _MARK, one.get("tool_call_id"))
+                for one in results
             ]
             reply = {"role": "assistant", "content": "", "tool_calls": calls}
         _, mark, rest = self.render([_ASKED, reply, *messages]).rpartition(_MARK)
@@ -382,7 +386,7 @@ class ChatFormat:
     @cached_property
     def _thought_marks(self) -> tuple[str, str]:
         """What the template writes before the reasoning of a reply, but for its prompt, and after it."""
-        thought, answer = (_Part.name(number) for number in range(2))
+        thought, answer = (mark_text(number) for number in range(2))
         reply: Message = {"role": "assistant", "content": answer, "reasoning_content": thought}
         try:
             prompt, text = self.render([_ASKED]), self.render([_ASKED, reply], generate=False)
@@ -479,7 +483,8 @@ class ChatFormat:
         """Render messages in the forms that this template takes."""
         return self._template.render(
             messages=[
-                _formed(one, text=bool(_calls(one)) and self._text_calls) for one in messages
+                template_message(one, text=bool(calls_of(one)) and self._text_calls)
+                for one in messages
             ],
             add_generation_prompt=generate,
             tools=list(tools) if tools else None,
@@ -491,9 +496,9 @@ class ChatFormat:
     @cached_property
     def _text_calls(self) -> bool:
         """Whether the template takes the arguments of calls as JSON text, not as an object."""
-        reply = _calling(PROBE, 1)
+        reply = reply_with_call(PROBE, 1)
         for text in (False, True):
-            messages = [_ASKED, _formed(reply, text=text)]
+            messages = [_ASKED, template_message(reply, text=text)]
             try:
                 shown = self._template.render(
                     messages=messages, tools=None, **self._defaults, **self._variables
@@ -687,175 +692,6 @@ def _refusals() -> tuple[type[Exception], ...]:
     from jinja2 import TemplateError
 
     return (TemplateError, *_TEMPLATE_FAULTS)
-
-
-# -- forms of messages -----------------------------------------------------------------------------
-
-
-def _calls(message: Message) -> Sequence[Mapping[str, Any]]:
-    return message.get("tool_calls") or ()
-
-
-def _call(name: str, value: object, number: object = None) -> dict[str, Any]:
-    """Make a call with one argument; some templates take ids of nine letters and digits only."""
-    function = {"name": name, "arguments": {PROBE: value}}
-    return {"id": number or "primerl01", "type": "function", "function": function}
-
-
-def _calling(name: str, value: object) -> dict[str, Any]:
-    return {"role": "assistant", "content": "", "tool_calls": [_call(name, value)]}
-
-
-def _formed(message: Message, *, text: bool) -> Message:
-    """Return a message as templates take it: reasoning by all of its names, arguments as `text` or objects."""
-    reasoning = next((message[it] for it in REASONING if message.get(it) is not None), None)
-    if reasoning is not None:
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-    if not text:
-        return message
-    calls: list[Mapping[str, Any]] = []
-    for call in _calls(message):
-        function: Mapping[str, Any] = call.get("function", call)
-        arguments = function.get("arguments")
-        if not isinstance(arguments, str):
-            function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}
-
-
-# -- what a template leaves out --------------------------------------------------------------------
-
-_CONTENTS = {
-    "system": "the system message",
-    "user": "a user's message",
-    "assistant": "a reply",
-    "tool": "a tool's result",
-}
-_REMEDIES = {
-    "the system message": "leave it out, or put its text into the first user message",
-    "a reply's reasoning_content": "train replies without it, or use a model whose template shows it",
-}
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of a conversation, and the mark in its place."""
-
-    mark: str
-    what: str
-    once: bool
-    """Whether a template has to show it once; names may stand in several places."""
-    reply: bool
-    """Whether it is a part of the last message."""
-    needed: bool = True
-
-    @staticmethod
-    def name(number: int) -> str:
-        """Return a mark that no template writes by itself."""
-        return f"primerl{number:05d}mark"
-
-
-def _shape(messages: Sequence[Message]) -> tuple[object, ...]:
-    """Return what a template's treatment of messages depends on, but their words."""
-    return tuple(
-        (
-            one["role"],
-            bool(one.get("content")),
-            any(one.get(name) for name in REASONING),
-            len(_calls(one)),
-        )
-        for one in messages
-    )
-
-
-class _Marked:
-    """A conversation of the same shape with a mark in place of each part, to find the parts in its text."""
-
-    def __init__(self, messages: Sequence[Message], tools: Sequence[Message]) -> None:
-        self._parts: list[_Part] = []
-        self._last = False
-        self._names: dict[str, str] = {}
-        """Name of a called tool -> mark."""
-        self.messages: list[Message] = []
-        for number, message in enumerate(messages):
-            self._last = number + 1 == len(messages)
-            self.messages.append(self._message(message))
-        self._last = False
-        self.tools = [self._tool(tools)] if tools else None
-
-    def check(self, text: str, *, reply: bool = False) -> None:
-        """Raise TemplateFault unless `text` has all parts once, or those of the last message (`reply`)."""
-        folded = text.casefold()
-        for part in self._parts:
-            count = folded.count(part.mark)
-            wanted = part.needed if not reply else part.reply
-            if wanted and not count:
-                raise TemplateFault(
-                    f"the chat template leaves out {part.what}: {_remedy(part.what)}"
-                )
-            if (wanted or not reply) and part.once and count > 1:
-                raise TemplateFault(
-                    f"the chat template shows {part.what} {count} times: mend its chat_template.jinja, or "
-                    "use another model"
-                )
-
-    def _mark(self, what: str, *, once: bool = True, needed: bool = True) -> str:
-        mark = _Part.name(len(self._parts))
-        self._parts.append(_Part(mark, what, once, self._last, needed))
-        return mark
-
-    def _message(self, message: Message) -> Message:
-        marked = dict(message)
-        if message.get("content") and isinstance(message["content"], str):
-            marked["content"] = self._mark(_CONTENTS.get(message["role"], "a message"))
-        if any(message.get(name) for name in REASONING):
-            # templates may drop that of earlier replies
-            mark = self._mark("a reply's reasoning_content", needed=False)
-            marked |= {name: mark for name in REASONING if message.get(name)}
-        if calls := _calls(message):
-            marked["tool_calls"] = [self._call(call) for call in calls]
-        if message["role"] == "tool" and message.get("name") in self._names:
-            marked["name"] = self._names[message["name"]]
-        return marked
-
-    def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
-        function: Mapping[str, Any] = call.get("function", call)
-        name = str(function.get("name"))
-        if name not in self._names:
-            self._names[name] = self._mark(f"the tool call {name!r}", once=False)
-        argument = self._mark(f"an argument of the tool call {name!r}")
-        value = self._mark(f"an argument of the tool call {name!r}")
-        function = {**function, "name": self._names[name], "arguments": {argument: value}}
-        return {**call, "function": function}
-
-    def _tool(self, tools: Sequence[Message]) -> Message:
-        """Make a schema; the template is assumed to treat all alike."""
-        shown = ", ".join(repr(name) for name in _tool_names(tools))
-        what = f"the schema of a tool ({shown[:200]})"
-        return {
-            "type": "function",
-            "function": {
-                "name": self._mark(what, once=False),
-                "description": self._mark(what),
-                "parameters": _schema(self._mark(what, once=False)),
-            },
-        }
-
-
-def _schema(field: str) -> dict[str, Any]:
-    """Make the schema of one argument."""
-    fields = {field: {"type": "string", "description": "a"}}
-    return {"type": "object", "properties": fields, "required": [field]}
-
-
-def _remedy(what: str) -> str:
-    return _REMEDIES.get(what, "use a model whose template shows it")
-
-
-def _tool_names(tools: Sequence[Message]) -> Iterator[str]:
-    for tool in tools:
-        inner = tool.get("function", tool)
-        yield str(inner.get("name")) if isinstance(inner, Mapping) else "?"
 
 
 # -- models behind an API --------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from ..inference.engine import Completion
 from .allowed import BUNDLED
 from .chat import Chat
 from .environment import AgentScore, Branch, EnvironmentFailed, Episode, Score, Split
+from .marks import reply_with_call
 from .policies import Exchange, JudgeRefused, PlayFailed, episode_judge
 from .taskset import TaskIndex, load_tasksets, task_content
 
@@ -235,23 +236,33 @@ class TasksetPlayer:
     async def start(self) -> None:
         """Start the resources that episodes share. Raises EnvironmentFailed.
 
-        TemplateFault if the model would not hear of a tool's result, or of a second turn.
+        TemplateFault if the model would not hear of a tool's result, of a second turn, or of earlier replies.
         """
+        self._check_template()
         if self._calls is not None:
             from .tools import opened
 
-            self._check_heard(
-                {"role": "tool", "content": "a", "name": "b", "tool_call_id": "primerl01"}
-            )
             toolsets = self._taskset.toolsets(self._taskset.config)
             self._shared = await self._stack.enter_async_context(opened(toolsets))
         if self._env is not None:
-            if type(self._env) is not vf.SingleAgentEnv:
-                self._check_heard({"role": "user", "content": "a"})
             await self._env.start()
 
-    def _check_heard(self, message: dict[str, Any]) -> None:
-        self._chat.continuation([message], self._chat.stop_token_ids[0])
+    def _check_template(self) -> None:
+        """Make the prompts of later turns that the environment may come to. Raises EnvironmentFailed."""
+        user, call = {"role": "user", "content": "a"}, reply_with_call("b", "c")
+        number = call["tool_calls"][0]["id"]
+        result = {"role": "tool", "content": "a", "name": "b", "tool_call_id": number}
+        several = self._env is not None and type(self._env) is not vf.SingleAgentEnv
+        history: list[dict[str, Any]] = [user]
+        for needed, reply, message in (
+            (self._calls is not None, call, result),
+            (several, {"role": "assistant", "content": "a"}, user),
+        ):
+            if needed:
+                self._chat.continuation([message], self._chat.stop_token_ids[0])
+                history += [reply, message]
+        if self._config.earlier_reasoning != "keep" and len(history) > 1:
+            self._chat.prompt(history)
 
     async def close(self) -> None:
         """Stop the resources that episodes share."""

@@ -5,19 +5,23 @@ the last message, which keeps its reasoning, and is never rendered again as hist
 every token whether the model would have sampled it, which a chat template cannot.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..environments.chat import ChatFormat, TemplateFault, same_length
+from ..environments.chat import ChatFormat, same_length
 from ..environments.environment import EnvironmentFailed
+from ..environments.marks import TemplateFault
 from ..models import huggingface
 from ..ops.errors import UsageError, one_line
 from .rows import BadRow, Conversation, LostPart, Message, RawText
 
 if TYPE_CHECKING:
     from renderers import Renderer
+
+logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 OPAQUE = frozenset({"default", "template", "custom"})
@@ -162,6 +166,15 @@ class RendererTokenizer(TemplateTokenizer):
         """`chat` is of the same model; `roles`: the roles whose messages are trained."""
         super().__init__(chat, roles)
         self._renderer = renderer
+        asked: list[Any] = [{"role": "user", "content": "a"}]
+        theirs = renderer.render_ids(asked, add_generation_prompt=True)
+        if theirs != chat.prompt(asked):
+            logger.warning(
+                "the renderer prompts by %r, and the chat template, by which the model is run and served, "
+                'by %r: set data.renderer to "template" unless you mean that',
+                chat.shown(theirs, special=True),
+                chat.prompt_text(asked),
+            )
 
     def _conversation(self, talk: Conversation) -> Tokens:
         from renderers import build_training_sample
@@ -267,6 +280,7 @@ def open_renderer(name: str, model_name: str, model_dir: Path) -> "Renderer | No
             f'data.renderer = "{name}" adds nothing to the chat template: set it to "template"'
         )
     tokenizer: Any = huggingface.load_tokenizer(model_dir)
+    tokenizer.name_or_path = model_name  # by which it chooses whether Qwen3.5 thinks
     try:
         config: Any = config_from_name(name)
         return create_renderer(tokenizer, config)

@@ -1,6 +1,7 @@
 """`primerl-node eval` with real models on this machine."""
 
 import json
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -8,21 +9,27 @@ from typing import Any
 
 import pytest
 import torch
+from support.chat_model import COMPACT, make_chat_model
 from support.engine_cases import make_qwen3
 
 from primerl.cli.evaluate import estimate, progress_line, remarks, results_table
 from primerl.cli.live import summary_lines
 from primerl.cli.tables import ProgressView, console, status_lines
+from primerl.node.app.eval import EvalFactories, evaluate
 from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.loader import load
-from primerl.node.config.run import ModelCreateConfig
+from primerl.node.config.run import EnvironmentConfig, ModelCreateConfig
 from primerl.node.config.training import LoraConfig
+from primerl.node.environments.chat import DATE
+from primerl.node.environments.environment import Environment, EnvironmentFailed
 from primerl.node.evaluation.candidates import Candidate, contract, identity, read
 from primerl.node.evaluation.eval_suite import Cell, EvalProgress
 from primerl.node.evaluation.evaluator import Rollout
 from primerl.node.evaluation.statistics import Estimate, summarize
 from primerl.node.models import huggingface, model_files
 from primerl.node.ops.control import Status
+from primerl.node.ops.errors import UsageError
+from primerl.node.storage.run_files import MARK, begun_on, claim
 from primerl.node.training import lora
 from primerl.node.weights.adapters import adapter_shapes, merge
 from primerl.node.weights.state import Tensor, digests
@@ -140,6 +147,38 @@ def test_a_mistake_is_one_line(
 ) -> None:
     given = (str(weights) if arg == "WEIGHTS" else arg for arg in args)
     cli("eval", *given, *FAST).refused(code, message)
+
+
+@pytest.mark.slow
+def test_an_evaluation_does_not_start_where_the_template_loses_a_tool(
+    cli: Cli, home: Path, weights: Path
+) -> None:
+    model = Path(shutil.copytree(weights.parent / "model", home / "deaf"))
+    make_chat_model(model, COMPACT)
+    tooled = '[{"id": "calculator", "tool_call_parser": "hermes"}]'
+    ran = cli("eval", "--models", f'["{model}"]', "--environments", tooled, *FAST)
+    ran.refused(2, "the chat template leaves out the schema of a tool ('calculate')")
+
+
+async def test_an_evaluation_writes_the_day_on_which_it_began(home: Path, weights: Path) -> None:
+    model = Path(shutil.copytree(weights.parent / "model", home / "dated"))
+    make_chat_model(model, "{{ strftime_now('%Y') }}" + COMPACT)
+    told = {"models": [str(model)], "environments": [{"id": "reverse-text"}], "output_dir": home}
+    config = EvalConfig.model_validate(told)
+    claim(config.directory)
+    mark = config.directory / MARK
+    mark.write_text(mark.read_text().replace(begun_on(config.directory), "2020-02-20"))
+    played: list[EnvironmentConfig] = []
+
+    def environment(own: EnvironmentConfig, *_: object) -> Environment:
+        played.append(own)
+        raise EnvironmentFailed("enough")
+
+    with pytest.raises(UsageError, match="enough"):
+        await evaluate(
+            config, watch=lambda _: None, factories=EvalFactories(environment=environment)
+        )
+    assert [own.chat_template_kwargs for own in played] == [{DATE: "2020-02-20"}]
 
 
 def test_a_dry_run_prints_a_config_that_reads_back(cli: Cli, home: Path) -> None:

@@ -374,6 +374,17 @@ async def test_earlier_reasoning_is_kept_or_dropped_or_begins_a_new_sample(
         await environment.score(task, [*episode.branches[:-1], forged])
 
 
+async def test_where_reasoning_is_dropped_the_template_has_to_show_earlier_calls(
+    start: Start,
+) -> None:
+    template = FORGETFUL.replace("{{ c.function.arguments | tojson }}", "{}")
+    hermes = {"tool_call_parser": "hermes"}
+    await start("tooled-guess", template=template, options=hermes)
+    dropped = {**hermes, "earlier_reasoning": "drop"}
+    with pytest.raises(EnvironmentFailed, match="leaves out an argument of the tool call"):
+        await start("tooled-guess", template=template, options=dropped)
+
+
 async def test_reasoning_that_a_worker_keeps_against_the_run_is_refused(
     start: Start, tmp_path: Path
 ) -> None:

@@ -37,10 +37,17 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     model_dir = make_chat_model(tmp_path)
 
     async def start(
-        name: str, *, max_tokens: int = 16, deadline: float = 60.0, turns: int = 8, **args: object
+        name: str,
+        *,
+        max_tokens: int = 16,
+        deadline: float = 60.0,
+        turns: int = 8,
+        options: dict[str, Any] | None = None,
+        **args: object,
     ) -> Environment:
+        told = {"max_turns": turns, "timeout_s": deadline, **(options or {})}
         environment = VerifiersEnvironment(
-            EnvironmentConfig(id=name, args=args, max_turns=turns, timeout_s=deadline),
+            EnvironmentConfig.model_validate({"id": name, "args": args, **told}),
             model_dir=model_dir,
             seed=0,
             max_tokens=max_tokens,
@@ -616,6 +623,26 @@ async def test_a_reply_that_is_given_to_the_other_agent_has_the_seeds_of_that_on
     altered = [replace(episode.branches[0], token_ids=heard), episode.branches[1]]
     with pytest.raises(ScoreMismatch):
         await environment.score(task, altered)
+
+
+async def test_each_of_two_agents_has_a_sample_a_turn_where_reasoning_is_dropped(
+    start: Start,
+) -> None:
+    drop = {"earlier_reasoning": "drop"}
+    environment = await start("duel", rounds="turns", max_tokens=40, options=drop)
+    task = await environment.task(2)
+    said = says(*(f"<think>{n}</think>{n}" for n in (3, 8, 5, 6)))
+    episode = await environment.run(task, said)
+    assert episode.error == ""
+    assert [(one.agent, one.branches) for one in episode.score.agents] == [
+        ("first", 2),
+        ("second", 2),
+    ]
+    assert episode.score.turns == ((0,), (2,), (1,), (3,))
+    texts = [bytes(id for id in branch.token_ids if id < 256) for branch in episode.branches]
+    assert (b"<think>3" in texts[0], b"<think>3" in texts[1]) == (True, False)
+    assert (b"<think>8" in texts[2], b"<think>8" in texts[3]) == (True, False)
+    assert await environment.score(task, episode.branches) == episode.score
 
 
 async def test_equal_replies_of_two_agents_are_two_turns(start: Start) -> None:

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.chat_model import (
 )
 from support.sft_cases import QWEN, REPLIES, TALK, WEATHER, qwen_chat, trained_texts
 from support.training_cases import make_model
+from tokenizers import Tokenizer
 
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.ops.errors import UsageError
@@ -166,6 +168,14 @@ def test_a_template_that_closes_no_reply_gets_a_stop_token(tmp_path: Path) -> No
     assert tokens.mask[-2:] == [True, True]
 
 
+def test_two_replies_in_a_row_are_both_trained(chat: ChatFormat) -> None:
+    reply = {"role": "assistant", "content": "b"}
+    row = talk([{"role": "user", "content": "a"}, reply, reply])
+    assert (
+        trained_texts(chat, TemplateTokenizer(chat, ASSISTANT).tokens(row)) == ["b<|im_end|>"] * 2
+    )
+
+
 def test_a_row_without_a_reply_is_refused(chat: ChatFormat) -> None:
     with pytest.raises(BadRow, match="assistant"):
         TemplateTokenizer(chat, ASSISTANT).tokens(talk([{"role": "user", "content": "a"}]))
@@ -303,6 +313,35 @@ def tokenizer(model_dir: Path, own_chat: ChatFormat, roles: frozenset[str]) -> R
     renderer = open_renderer("qwen3", "tiny", model_dir)
     assert renderer is not None
     return RendererTokenizer(renderer, own_chat, roles)
+
+
+def test_a_renderer_that_prompts_otherwise_than_the_template_is_told(
+    model_dir: Path, own_chat: ChatFormat, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer(model_dir, own_chat, ASSISTANT)
+    assert (
+        "and the chat template, by which the model is run and served, by '<|user|>a" in caplog.text
+    )
+    caplog.clear()
+    alike = Path(shutil.copytree(model_dir, tmp_path / "alike"))
+    (alike / "chat_template.jinja").write_text(CHATML)
+    tokenizer(alike, ChatFormat.load(alike), ASSISTANT)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "thinks"), [("Qwen/Qwen3.5-0.8B", False), ("Qwen/Qwen3.5-4B", True)]
+)
+def test_a_renderer_knows_the_model_whose_files_lie_in_a_directory(
+    model_dir: Path, tmp_path: Path, name: str, thinks: bool
+) -> None:
+    directory = Path(shutil.copytree(model_dir, tmp_path / "m"))
+    tokens = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    vision = ("vision_start", "vision_end", "image_pad", "video_pad")
+    tokens.add_special_tokens([f"<|{it}|>" for it in vision])
+    tokens.save(str(directory / "tokenizer.json"))
+    renderer: Any = open_renderer("auto", name, directory)
+    assert renderer.config.enable_thinking is thinks
 
 
 def test_a_renderer_trains_what_the_model_says(model_dir: Path, own_chat: ChatFormat) -> None:
