@@ -518,8 +518,8 @@ FAULTS = (
     Fault(
         "a checkpoint's tensors are not looked at before a run",
         "node/training/parity.py",
-        'if strange else ""',
-        'if False else ""',
+        'strange = strange_tensors(read_json(directory / "config.json"), tensor_names(directory))',
+        "strange = list[str]()",
         ("test_tensors_that_the_model_has_no_place_for_are_refused_before_and_as_it_loads",),
     ),
     Fault(
