@@ -22,7 +22,7 @@ from typing import Any
 from ..config.paths import expand_home
 from ..config.run import ModelConfig
 from .json_files import read_json
-from .text_models import reads_images
+from .text_models import QUANTIZED, reads_images
 
 IGNORED = frozenset(
     """_name_or_path add_cross_attention architectures auto_map bos_token_id chunk_size_feed_forward dtype
@@ -41,8 +41,6 @@ COMMON = frozenset(
 )
 """Keys that transformers' layers read, in training as in inference. Nothing is dropped out here."""
 
-QUANTIZED = ("compression_config", "quantization", "quantization_config")
-"""Keys that say how weights are quantized; the second one is MLX's."""
 CHECKED = frozenset(
     """layer_types original_max_position_embeddings rope_parameters rope_scaling sliding_window
     use_sliding_window""".split()
