@@ -272,7 +272,7 @@ def _classes(config: Mapping[str, Any], name: str) -> Iterator[str]:
         if not re.search(rf"^class {re.escape(str(one))}\(", source, re.MULTILINE):
             yield (
                 f"its config.json says that it is a {one}, which is no model of {name!r} in transformers: "
-                "choose a causal language model"
+                "choose a causal language model, or correct architectures in a local copy"
             )
 
 
