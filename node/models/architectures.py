@@ -69,6 +69,8 @@ LATENT = frozenset(
     norm_topk_prob num_experts_per_tok num_local_experts q_lora_rank qk_head_dim qk_nope_head_dim
     qk_rope_head_dim rope_interleave routed_scaling_factor topk_group v_head_dim""".split()
 )
+ROUTING = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
+"""What transformers' routers always do, and vLLM's do if config.json says so."""
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE scaling types whose angles do not depend on the sequence length."""
@@ -93,7 +95,7 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "deepseek_v3": Architecture(
         LATENT,
-        neutral=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        neutral=(("moe_layer_freq", 1), *ROUTING),
     ),
     "gemma": Architecture(frozenset({"hidden_activation"})),
     "gemma2": Architecture(
@@ -120,7 +122,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             topk_group use_qk_norm""".split()
         ),
     ),
-    "glm4_moe_lite": Architecture(LATENT | {"mlp_layer_types"}),
+    "glm4_moe_lite": Architecture(LATENT | {"mlp_layer_types"}, neutral=ROUTING),
     "gpt_oss": Architecture(EXPERTS | {"swiglu_alpha", "swiglu_limit"}),
     "granite": Architecture(GRANITE),
     "granitemoe": Architecture(GRANITE | EXPERTS),
