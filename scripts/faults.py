@@ -621,6 +621,27 @@ FAULTS = (
         "if False:",
         ("test_damage_is_noticed_before_anything_is_resumed",),
     ),
+    Fault(
+        "a key of config.json with which training differs is accepted",
+        "node/training/parity.py",
+        "if found <= NATS:",
+        "if found <= 1e9:",
+        ("test_a_key_that_makes_training_differ_is_refused_by_name",),
+    ),
+    Fault(
+        "a checkpoint's tensors are not looked at before a run",
+        "node/training/parity.py",
+        'strange = strange_tensors(read_json(directory / "config.json"), tensor_names(directory))',
+        "strange = list[str]()",
+        ("test_tensors_that_the_model_has_no_place_for_are_refused_before_and_as_it_loads",),
+    ),
+    Fault(
+        "Granite's logits are not divided",
+        "node/training/model.py",
+        "scale = scale * self._divisor",
+        "pass",
+        ("test_what_is_accepted_is_computed_as_transformers_does",),
+    ),
     # -- inference
     Fault(
         "draft is accepted that was not drawn",

@@ -22,7 +22,7 @@ from typing import Any
 from ..config.paths import expand_home
 from ..config.run import ModelConfig
 from .json_files import read_json
-from .text_models import reads_images
+from .text_models import QUANTIZED, reads_images
 
 IGNORED = frozenset(
     """_name_or_path add_cross_attention architectures auto_map bos_token_id chunk_size_feed_forward dtype
@@ -41,8 +41,6 @@ COMMON = frozenset(
 )
 """Keys that transformers' layers read, in training as in inference. Nothing is dropped out here."""
 
-QUANTIZED = ("compression_config", "quantization", "quantization_config")
-"""Keys that say how weights are quantized; the second one is MLX's."""
 CHECKED = frozenset(
     """layer_types original_max_position_embeddings rope_parameters rope_scaling sliding_window
     use_sliding_window""".split()
@@ -71,6 +69,8 @@ LATENT = frozenset(
     norm_topk_prob num_experts_per_tok num_local_experts q_lora_rank qk_head_dim qk_nope_head_dim
     qk_rope_head_dim rope_interleave routed_scaling_factor topk_group v_head_dim""".split()
 )
+ROUTING = (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
+"""What transformers' routers always do, and vLLM's do if config.json says so."""
 
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE scaling types whose angles do not depend on the sequence length."""
@@ -95,7 +95,7 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {
     "deepseek_v3": Architecture(
         LATENT,
-        neutral=(("moe_layer_freq", 1), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
+        neutral=(("moe_layer_freq", 1), *ROUTING),
     ),
     "gemma": Architecture(frozenset({"hidden_activation"})),
     "gemma2": Architecture(
@@ -122,7 +122,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             topk_group use_qk_norm""".split()
         ),
     ),
-    "glm4_moe_lite": Architecture(LATENT | {"mlp_layer_types"}),
+    "glm4_moe_lite": Architecture(LATENT | {"mlp_layer_types"}, neutral=ROUTING),
     "gpt_oss": Architecture(EXPERTS | {"swiglu_alpha", "swiglu_limit"}),
     "granite": Architecture(GRANITE),
     "granitemoe": Architecture(GRANITE | EXPERTS),
@@ -274,7 +274,7 @@ def _classes(config: Mapping[str, Any], name: str) -> Iterator[str]:
         if not re.search(rf"^class {re.escape(str(one))}\(", source, re.MULTILINE):
             yield (
                 f"its config.json says that it is a {one}, which is no model of {name!r} in transformers: "
-                "choose a causal language model"
+                "choose a causal language model, or correct architectures in a local copy"
             )
 
 

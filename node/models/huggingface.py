@@ -35,7 +35,7 @@ from .model_files import (
     vocab_size,
 )
 from .tensors import bf16_state, to_torch, torch_dtype
-from .text_models import ALONE, SIZES, reads_images, text_model
+from .text_models import ALONE, QUANTIZED, SIZES, reads_images, text_model
 from .tokenizer_files import DEFAULT, TEMPLATE_FOLDER, read_tokenizer_files
 
 if TYPE_CHECKING:
@@ -487,8 +487,7 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: filled[key] for key in SIZES if filled.get(key) is not None} | text
     if "tie_word_embeddings" in config:
         found["tie_word_embeddings"] = config["tie_word_embeddings"]
-    if "quantization_config" in config:
-        found.setdefault("quantization_config", config["quantization_config"])
+    found = {**{key: config[key] for key in QUANTIZED if key in config}, **found}
     if inner_kind not in ALONE:
         raise EngineError(
             f"the text model of {kind!r} is a {inner_kind!r}, which was never compared with transformers' own: "

@@ -55,6 +55,8 @@ SIZES = tuple(
     head_dim layer_types sliding_window max_position_embeddings tie_word_embeddings""".split()
 )
 """Keys that a published text_config may leave to transformers' defaults, and other programs read."""
+QUANTIZED = ("compression_config", "quantization", "quantization_config")
+"""Keys that say how weights are quantized, those of the text model too; the second one is MLX's."""
 FORMAT = b"1"
 """To be counted up when the text models that are written change."""
 NEW_S = 60.0

@@ -86,7 +86,7 @@ def fault(config: Mapping[str, Any], longest: int) -> str:
     if not keys:
         return ""
     try:
-        found = max(_differences(config, keys))
+        found = max(differences(config, keys))
         if found <= NATS:
             return ""
         without = {key: {k: v for k, v in config.items() if k != key} for key in keys}
@@ -99,7 +99,11 @@ def fault(config: Mapping[str, Any], longest: int) -> str:
     )
 
 
-def _differences(config: Mapping[str, Any], keys: list[str]) -> Iterator[float]:
+def differences(config: Mapping[str, Any], keys: list[str]) -> Iterator[float]:
+    """Yield difference() of config.json, and of each large number among `keys` made small.
+
+    Raises EngineError if the first cannot be computed.
+    """
     yield difference(config)
     for key in keys:
         if type(config[key]) is int and config[key] > WINDOW:

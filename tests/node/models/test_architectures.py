@@ -271,6 +271,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (config_of("llama", architectures=["Llama.*"]), r"is a Llama\.\*, which is no model"),
     (config_of("granite", logits_scaling=8.0), ""),
     (config_of("deepseek_v3", scoring_func="softmax"), "scoring_func is softmax"),
+    (config_of("glm4_moe_lite", topk_method="greedy"), "topk_method is greedy"),
 ]
 
 

@@ -148,6 +148,16 @@ def test_a_text_model_that_was_never_compared_is_refused_by_its_name(tmp_path: P
         read_config(ModelConfig(name=str(tmp_path)))
 
 
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_weights_that_are_quantized_as_a_whole_are_so_in_the_text_model(
+    key: str, tmp_path: Path
+) -> None:
+    config = {"model_type": "gemma3", "text_config": SIZES, key: {"bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = read_config(ModelConfig(name=str(tmp_path)))
+    assert untrainable(found, 64) == "its weights are quantized: use the model in bf16"
+
+
 def test_qwen3_vl_becomes_a_qwen3_with_the_positions_of_its_config(tmp_path: Path) -> None:
     rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
     text = {**SIZES, "rope_scaling": rope, "rope_theta": 5000000, "rms_norm_eps": 1e-6}

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.family_cases import make_family
 
-from primerl.node.config.run import ModelConfig, ModelCreateConfig
+from primerl.node.app.rundir import prepare_model
+from primerl.node.config.run import ModelConfig, ModelCreateConfig, RunConfig
 from primerl.node.models import huggingface
 from primerl.node.models.architectures import keys_to_compare, keys_without_effect
 from primerl.node.ops.doctor import check_model, check_trainable
@@ -167,6 +168,37 @@ def test_a_hub_that_cannot_be_asked_is_no_reason_to_refuse(
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gpt2"}))
     with pytest.raises(UsageError, match="cannot be trained: its architecture 'gpt2'"):
         check_trainable(ModelConfig(name=str(tmp_path)), LONGEST)
+
+
+async def test_a_model_that_was_just_downloaded_is_checked_before_it_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hub's cache, whose files nobody has looked at."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    home = tmp_path / "models--some--draft"
+    snapshot = home / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("0" * 40)
+    huggingface.create_random(snapshot, LLAMA, seed=0)
+    run = RunConfig(model=ModelConfig(name="some/draft"), output_dir=tmp_path / "out")
+    assert await prepare_model(run, tmp_path / "model") == snapshot
+    change(snapshot, LLAMA, d2t=torch.zeros(4))
+    with pytest.raises(EngineError, match=r"cannot be trained: .* no place for .* as d2t"):
+        await prepare_model(run, tmp_path / "model")
+    change(snapshot, {**LLAMA, "is_causal": False})
+    with pytest.raises(EngineError, match=r"cannot be trained: its config\.json sets 'is_causal'"):
+        await prepare_model(run, tmp_path / "model")
+
+
+def test_a_large_number_that_is_read_is_compared_at_a_small_value_too() -> None:
+    """It might act beyond so many tokens only, as a window does."""
+    small, large = ({**GEMMA3, "num_layers": number} for number in (4, 4096))
+    assert len(list(parity.differences(small, ["num_layers"]))) == 1
+    assert len(list(parity.differences(large, ["num_layers"]))) == 2
 
 
 def test_a_config_that_transformers_cannot_read_is_refused_with_its_words() -> None:

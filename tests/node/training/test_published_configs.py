@@ -49,7 +49,7 @@ def test_quantized_files_and_drafts_are_refused_as_such(faults: dict[Published, 
     [pytest.param(one, marks=() if one.family in EVERY_TIME else pytest.mark.slow) for one in BARE],
     ids=lambda one: f"{one.family}-{one.source.rpartition('/')[2]}",
 )
-def test_what_is_accepted_is_computed_as_transformers_does(
+def test_each_accepted_one_is_computed_as_transformers_does(
     one: Published, faults: dict[Published, str]
 ) -> None:
     if faults[one]:
