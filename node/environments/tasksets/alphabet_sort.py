@@ -71,10 +71,11 @@ class AlphabetSortConfig(vf.TasksetConfig):
 
 
 class AlphabetSortData(vf.TaskData):
-    """One episode: the messages of later turns, and the correct list of every turn."""
+    """One episode: the messages of later turns, and of every turn the correct list and a reply with it."""
 
     follow_ups: tuple[str, ...]
     answers: tuple[tuple[str, ...], ...]
+    replies: tuple[str, ...]
 
 
 class AlphabetSortTask(vf.Task[AlphabetSortData, vf.State, AlphabetSortTaskConfig]):
@@ -192,7 +193,12 @@ def _texts(turns: Sequence[Sequence[str]], place: int) -> dict[str, object]:
         follow_ups.append(follow_up)
         ranked = _sorted(known, place)
         answers.append([name + MARK if name in names else name for name in ranked])
-    return {"prompt": prompt, "follow_ups": follow_ups, "answers": answers}
+    tags = [FIRST_TAG] + [LATER_TAG] * len(follow_ups)
+    replies = [
+        f"<{tag}>\n" + "\n".join(names) + f"\n</{tag}>"
+        for tag, names in zip(tags, answers, strict=True)
+    ]
+    return {"prompt": prompt, "follow_ups": follow_ups, "answers": answers, "replies": replies}
 
 
 def _sorted(names: Sequence[str], place: int) -> list[str]:
