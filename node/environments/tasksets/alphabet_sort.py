@@ -71,11 +71,17 @@ class AlphabetSortConfig(vf.TasksetConfig):
 
 
 class AlphabetSortData(vf.TaskData):
-    """One episode: the messages of later turns, and of every turn the correct list and a reply with it."""
+    """One episode: the messages of later turns, and the correct list of every turn."""
 
     follow_ups: tuple[str, ...]
     answers: tuple[tuple[str, ...], ...]
-    replies: tuple[str, ...]
+
+    @property
+    def replies(self) -> tuple[str, ...]:
+        """Replies with the correct lists, for demonstrations; no part of the task's digest."""
+        tags = [FIRST_TAG] + [LATER_TAG] * len(self.follow_ups)
+        lists = ("\n".join(names) for names in self.answers)
+        return tuple(f"<{tag}>\n{names}\n</{tag}>" for tag, names in zip(tags, lists, strict=True))
 
 
 class AlphabetSortTask(vf.Task[AlphabetSortData, vf.State, AlphabetSortTaskConfig]):
@@ -193,12 +199,7 @@ def _texts(turns: Sequence[Sequence[str]], place: int) -> dict[str, object]:
         follow_ups.append(follow_up)
         ranked = _sorted(known, place)
         answers.append([name + MARK if name in names else name for name in ranked])
-    tags = [FIRST_TAG] + [LATER_TAG] * len(follow_ups)
-    replies = [
-        f"<{tag}>\n" + "\n".join(names) + f"\n</{tag}>"
-        for tag, names in zip(tags, answers, strict=True)
-    ]
-    return {"prompt": prompt, "follow_ups": follow_ups, "answers": answers, "replies": replies}
+    return {"prompt": prompt, "follow_ups": follow_ups, "answers": answers}
 
 
 def _sorted(names: Sequence[str], place: int) -> list[str]:
