@@ -62,13 +62,7 @@ def sorted_names() -> Iterator[Row]:
     taskset = AlphabetSortTaskset(config)
     for index in range(FAR, FAR + GAMES):
         data = taskset.task_at(index).data
-        said = [data.prompt, *data.follow_ups]
-        tags = ["alphabetical_sorted"] + ["combined_alphabetical_sorted"] * (len(said) - 1)
-        replies = (
-            f"<{tag}>\n" + "\n".join(names) + f"\n</{tag}>"
-            for tag, names in zip(tags, data.answers, strict=True)
-        )
-        yield conversation(zip(said, replies, strict=True))
+        yield conversation(zip([data.prompt, *data.follow_ups], data.replies, strict=True))
 
 
 def guessed_words() -> Iterator[Row]:

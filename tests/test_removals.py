@@ -58,6 +58,7 @@ KNOWN = {
     ("node/models/model_files.py", "copyfile"): (1, "into a new directory that becomes the export"),
     ("node/training/lora.py", "copyfile"): (1, "the same"),
     ("node/models/text_models.py", "copyfile"): (1, "into a new directory in the user's cache"),
+    ("node/models/text_models.py", "copytree"): (1, "into the same"),
     ("node/models/text_models.py", "rename"): (1, "of it, to a name with the digest of its source"),
     # -- sockets, registries, exchange between processes of one node
     ("node/process/unix_sockets.py", "unlink"): (1, "a socket; anything else is refused"),

@@ -169,7 +169,8 @@ class ChatFormat:
         path = model_dir / "tokenizer.json"
         if not path.is_file():
             raise EnvironmentFailed(
-                f"{model_dir} has no tokenizer.json: save the model's fast tokenizer there"
+                f"{model_dir} has no tokenizer.json: save its fast tokenizer there, as `primerl-node model "
+                f"import {model_dir} OUT` does"
             )
         try:
             tokenizer = Tokenizer.from_file(str(path))

@@ -632,7 +632,6 @@ class Run:
 def demonstrations(path: Path) -> None:
     """Write right replies to tasks of alphabet-sort, for `primerl-node sft`."""
     from primerl.node.environments.tasksets.alphabet_sort import (
-        FIRST_TAG,
         AlphabetSortConfig,
         AlphabetSortTaskset,
     )
@@ -643,9 +642,7 @@ def demonstrations(path: Path) -> None:
     with path.open("w") as file:
         for index in range(FAR, FAR + SHOWN):
             data = taskset.task_at(index).data
-            names = "\n".join(data.answers[0])
-            reply = f"<{FIRST_TAG}>\n{names}\n</{FIRST_TAG}>"
-            said = (("user", data.prompt), ("assistant", reply))
+            said = (("user", data.prompt), ("assistant", data.replies[0]))
             messages = [{"role": role, "content": content} for role, content in said]
             file.write(json.dumps({"messages": messages}) + "\n")
 

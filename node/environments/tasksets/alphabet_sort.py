@@ -76,6 +76,13 @@ class AlphabetSortData(vf.TaskData):
     follow_ups: tuple[str, ...]
     answers: tuple[tuple[str, ...], ...]
 
+    @property
+    def replies(self) -> tuple[str, ...]:
+        """Replies with the correct lists, for demonstrations; no part of the task's digest."""
+        tags = [FIRST_TAG] + [LATER_TAG] * len(self.follow_ups)
+        lists = ("\n".join(names) for names in self.answers)
+        return tuple(f"<{tag}>\n{names}\n</{tag}>" for tag, names in zip(tags, lists, strict=True))
+
 
 class AlphabetSortTask(vf.Task[AlphabetSortData, vf.State, AlphabetSortTaskConfig]):
     """Task of as many turns as there are answers, each with the whole list so far."""

@@ -587,6 +587,18 @@ def tagged(lines: Sequence[str], turn: int) -> str:
     return f"<{tag}>\n" + "\n".join(lines) + f"\n</{tag}>"
 
 
+async def test_right_lists_are_shown_turn_by_turn(model_dir: Path) -> None:
+    environment = await opened(model_dir, "alphabet-sort", min_turns=2, max_turns=2)
+    for index in range(3):
+        shown = await environment.demonstration(await environment.task(index))
+        assert shown is not None
+        said = [bytes(one for one in reply if one < 256).decode() for _, reply in shown.turns()]
+        data = sort_data(min_turns=2, max_turns=2)[index]
+        assert said == [tagged(lines, turn) for turn, lines in enumerate(data.answers)]
+        episode, _ = await played(environment, index, *said)
+        assert episode.score.reward == 1.0
+
+
 def test_lists_are_in_order_and_mark_what_is_new() -> None:
     for data in sort_data(min_turns=2, max_turns=4):
         assert len(data.follow_ups) + 1 == len(data.answers)

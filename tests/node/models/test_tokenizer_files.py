@@ -228,6 +228,26 @@ def test_import_writes_a_tokenizer_as_transformers_has_it(
     assert ChatFormat.load(made).encode(text) == theirs(text, add_special_tokens=False).input_ids
 
 
+def test_a_directory_with_a_vocabulary_and_merges_alone_is_imported(
+    directory: Path, tmp_path: Path
+) -> None:
+    path = directory / "tokenizer.json"
+    held = json.loads(path.read_text())
+    path.unlink()
+    (directory / "vocab.json").write_text(json.dumps(held["model"]["vocab"]))
+    (directory / "merges.txt").write_text("#version: 0.2\n")
+    added = {str(token.pop("id")): token for token in held["added_tokens"]}
+    config(tokenizer_class="Qwen2Tokenizer", added_tokens_decoder=added)(directory)
+    with pytest.raises(EnvironmentFailed, match=r"has no tokenizer\.json: .* model import"):
+        ChatFormat.load(directory)
+    theirs: Any = huggingface.load_tokenizer(directory)
+    convert(directory, tmp_path / "made")
+    text = theirs.apply_chat_template(CHAT, tokenize=False) + "\u00e9 x 12"
+    made = ChatFormat.load(huggingface.resolve(str(tmp_path / "made")))
+    assert made.encode(text) == theirs(text, add_special_tokens=False).input_ids
+    assert made.stop_token_ids == (258,)
+
+
 def test_a_head_of_its_own_under_a_config_that_ties_it_is_refused(directory: Path) -> None:
     path = directory / "model.safetensors"
     own = load_file(path)
