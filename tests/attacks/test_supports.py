@@ -15,7 +15,15 @@ from msgspec import structs
 from support.auditor_cases import OWN, Case, generate, make_case, measured
 from support.engine_cases import FP32, SHAPE, make_qwen3
 from support.prefill_core import PrefillCore
-from support.protocol_cases import BRANCH, LEASE, MANIFEST, NARROWED, SUBMISSION, SUPPORTED_BRANCH
+from support.protocol_cases import (
+    BRANCH,
+    LEASE,
+    MANIFEST,
+    NARROWED,
+    PLAN,
+    SUBMISSION,
+    SUPPORTED_BRANCH,
+)
 
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.vllm_arguments import is_installed
@@ -29,6 +37,7 @@ from primerl.node.verification.measures import drawn_tokens
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import RunManifest
+from primerl.protocol.pipelines import PipelinePlan
 from primerl.protocol.rollouts import Evidence, RolloutRecord, pack_u32
 
 ON_ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
@@ -204,12 +213,19 @@ def test_supports_of_another_form_cost_their_rollout(support: bytes, wanted: boo
     assert (Reason.MALFORMED in reasons) is not wanted
 
 
-def checked(support: bytes, run: RunManifest) -> CheckedSubmission:
+def checked(
+    support: bytes, run: RunManifest, plan: PipelinePlan | None = None
+) -> CheckedSubmission:
     proof = Projection().make(np.arange(64, dtype=np.float32).reshape(2, 32))
     branch = structs.replace(BRANCH, proof=proof, support=support)
     group = structs.replace(SUBMISSION.groups[0], rollouts=(RolloutRecord((branch,), 1.0, ""),) * 2)
     submission = structs.replace(SUBMISSION, groups=(group, *SUBMISSION.groups[1:]))
-    return check_submission(submission, LEASE, run, 4)
+    return check_submission(submission, LEASE, run, 4, plan)
+
+
+def test_only_work_under_a_plan_of_the_trainer_may_state_no_supports() -> None:
+    assert not checked(b"", NARROWED).rollouts
+    assert len(checked(b"", NARROWED, PLAN).rollouts) == 2
 
 
 def test_supports_where_nothing_is_truncated_cost_their_rollout() -> None:
