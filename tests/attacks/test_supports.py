@@ -167,10 +167,10 @@ async def test_a_single_token_left_out_or_added_is_measured_by_its_distance(
     hidden = rows.copy()
     hidden[wide] = -1
     forged = [replace(item, support=pack_support(one, drawn)) for one in (fewer, more)]
-    found = measured(await auditor.audit(forged, case.states))
-    for one in found:
-        assert one.sampling_max > honest[0].sampling_max + 0.05
-        assert one.sampling > honest[0].sampling
+    narrow, wider = measured(await auditor.audit(forged, case.states))
+    assert narrow.sampling_max > honest[0].sampling_max
+    assert narrow.sampling > honest[0].sampling
+    assert wider.sampling >= honest[0].sampling
     refused = await auditor.audit([replace(item, support=pack_support(hidden, drawn))], case.states)
     assert not isinstance(refused[0], Measured)
 
@@ -186,6 +186,21 @@ async def test_supports_that_are_said_to_be_too_large_are_caught(
     ]
     found = measured(await auditor.audit(forged, case.states))
     assert all(judged(case, honest, one).reason is Reason.BAD_SAMPLING for one in found)
+
+
+@ON_ONE_LOOP
+async def test_draws_from_all_tokens_are_caught_though_each_is_added_to_its_support(
+    kind: tuple[str, str], case: Case, honest: list[Measured], auditor: Auditor
+) -> None:
+    """The drawn token has the best score of all: only its rank tells."""
+    free = await generate(case.model_dir, case.states[OWN], kind[1])
+    forged = [case.stated(replace(one, top_k=0, top_p=TOP_P), 0, TOP_P) for one in free]
+    found = measured(await auditor.audit(forged, case.states))
+    judgements = [judged(case, honest, one) for one in found]
+    print("\n", kind, *(f"{one.sampling:.3f}" for one in found))
+    rejected = sum(one.reason is not None for one in judgements)
+    suspects = sum(one.suspect or one.reason is not None for one in judgements)
+    assert batches_caught(len(found), rejected, suspects, BATCH) >= WANTED
 
 
 # -- before anything is computed ---------------------------------------------------------------------
