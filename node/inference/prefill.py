@@ -56,27 +56,27 @@ def claim_type(route_bytes: int = 0, width: int = 0) -> np.dtype[np.void]:
 
 
 def make_claims(
-    places: Numbers,
-    seeds: Numbers,
-    tokens: Numbers,
-    routes: NDArray[np.uint8] | None = None,
-    support: NDArray[np.int32] | None = None,
+    places: Numbers, seeds: Numbers, tokens: Numbers, routes: NDArray[np.uint8] | None = None
 ) -> Claims:
     """Make claims [N] of drawn `tokens`.
 
-    `routes` [N, bytes of one] belong to the tokens before them; `support` [N, W] is that of sampler.weigh().
+    `routes` [N, bytes of one] belong to the tokens before them.
     """
-    route_bytes = 0 if routes is None else routes.shape[1]
-    claims = np.zeros(
-        len(places), claim_type(route_bytes, 0 if support is None else support.shape[1])
-    )
+    claims = np.zeros(len(places), claim_type(0 if routes is None else routes.shape[1]))
     claims["places"], claims["seeds"], claims["tokens"] = places, seeds, tokens
     claims["drawn"] = True
     if routes is not None:
         claims["routes"], claims["routed"] = routes, True
-    if support is not None:
-        claims["support"] = support
     return claims
+
+
+def with_support(claims: Claims, support: NDArray[np.int32]) -> Claims:
+    """Copy claims [N], which state the supports [N, W] (see sampler.weigh()) in the copy."""
+    stated = np.zeros(len(claims), claim_type(claims.dtype["routes"].itemsize, support.shape[1]))
+    for name in ("places", "seeds", "tokens", "drawn", "routed", "routes"):
+        stated[name] = claims[name]
+    stated["support"] = support
+    return stated
 
 
 def join_claims(parts: Sequence[Claims]) -> Claims:
@@ -84,12 +84,14 @@ def join_claims(parts: Sequence[Claims]) -> Claims:
     support = stack_supports([(one["support"], len(one)) for one in parts], NO_SUPPORT)
     if support is None:
         return np.concatenate(parts)
-    kind = claim_type(parts[0].dtype["routes"].itemsize, support.shape[1])
-    claims = np.zeros(len(support), kind)
-    for name in ("places", "seeds", "tokens", "drawn", "routed", "routes"):
-        claims[name] = np.concatenate([one[name] for one in parts])
-    claims["support"] = support
-    return claims
+    return np.concatenate(
+        [
+            with_support(one, rows)
+            for one, rows in zip(
+                parts, np.split(support, np.cumsum([len(one) for one in parts])[:-1]), strict=True
+            )
+        ]
+    )
 
 
 def read_claims(claims: bytes, route_bytes: int = 0, width: int = 0) -> Claims:

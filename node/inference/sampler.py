@@ -157,7 +157,9 @@ def weigh(
                 own[1] += 0 * best.logsumexp[stated]  # NaN where a logit is not a number
                 found[:2, stated + start] = own
                 apart = narrowed.select(_differs(claims[narrowed.rows], best, narrowed.rows))
-                least[apart.rows + start] = support_margins(part, columns[0], claims, apart)
+                least[apart.rows + start] = support_margins(
+                    part, columns[0], tokens[rows], claims, apart
+                )
                 other = other.select(claims[other.rows, 0] < 0)
             if len(other.rows):
                 margins = narrowed_margins(part, *columns, tokens[rows], other)
@@ -279,13 +281,13 @@ def _differs(claimed: Tensor, drawn: SampledTokens, rows: Tensor) -> Tensor:
 
 
 def support_margins(
-    logits: Tensor, temperature: Tensor, support: Tensor, narrowed: Narrowed
+    logits: Tensor, temperature: Tensor, tokens: Tensor, support: Tensor, narrowed: Narrowed
 ) -> Tensor:
     """Return the margins [N] fp32 of the claimed supports in the rows of `narrowed`, at most MOST_MARGIN.
 
-    A margin is the smallest m for which logits that each differ from these by at most m / 2, after the division
-    by the temperature, may leave just the tokens `support` [B, W] of a row; or more than MAX_SUPPORT tokens, if
-    it is -1 alone. Logits are as in draw(), of all rows.
+    A margin is at most the smallest m for which logits that each differ from these by at most m / 2, after the
+    division by the temperature, may leave just the tokens `support` [B, W] of a row, `tokens` [B] among them;
+    or more than MAX_SUPPORT tokens, if it is -1 alone. Logits are as in draw(), of all rows.
     """
     step = max(1, min(chunk(logits.device), REPLAYED) // logits.shape[-1])
     found = [logits.new_empty(0, dtype=torch.float32)]
@@ -293,19 +295,22 @@ def support_margins(
         part = slice(first, first + step)
         rows = narrowed.rows[part]
         scaled = logits[rows].float() * temperature[rows].reciprocal()[:, None]
-        found.append(
-            _support_margins(scaled, support[rows], narrowed.top_k[part], narrowed.top_p[part])
-        )
+        limits = narrowed.top_k[part], narrowed.top_p[part]
+        found.append(_support_margins(scaled, tokens[rows, None], support[rows], *limits))
     return torch.cat(found)
 
 
-def _support_margins(scaled: Tensor, support: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def _support_margins(
+    scaled: Tensor, tokens: Tensor, support: Tensor, top_k: Tensor, top_p: Tensor
+) -> Tensor:
     """Compute support_margins() of the logits `scaled` [N, V]; every column here is [N, 1].
 
     Logits that each differ by at most m / 2 change the odds of a set of tokens by a factor of at most exp(m),
     and the order of two tokens only if they are at most m apart. So m is at least
 
-    - the gap by which a token that is not stated is likelier than one that is;
+    - the gap by which a token that is not stated is likelier than the drawn one;
+    - the largest such gap of a stated token, times the probability of all that are stated or missing in place
+      of others: honest noise swaps unlikely tokens, and the largest gap of hundreds is its extreme;
     - what the odds of the stated tokens lack to those of top_p, in logarithms;
     - what their odds without the last token exceed those of top_p, or what this token is likelier than the
       least likely one: any of them may be the last.
@@ -326,7 +331,11 @@ def _support_margins(scaled: Tensor, support: Tensor, top_k: Tensor, top_p: Tens
     rest = weights.masked_fill(~beside, 0).sum(-1, keepdim=True)
     lacking = (target - total.log() + rest.log()).where(rest > 0, -torch.inf)
     lowest = ordered.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
-    gap = ordered.masked_fill(inside, -torch.inf).amax(-1, keepdim=True) - lowest
+    highest = ordered.masked_fill(inside, -torch.inf).amax(-1, keepdim=True)
+    swapped = weights.masked_fill(inside == (ranks < sizes), 0).sum(-1, keepdim=True)
+    swapped = (swapped / (total + rest)).clamp_max(1)
+    gap = (highest - lowest).where(swapped > 0, 0) * swapped
+    gap = torch.maximum(gap, highest - scaled.gather(1, tokens))
     odds = (total - weights).clamp_min(0).log() - (rest + weights).log()
     last = torch.maximum((ordered - lowest).double(), odds - target)
     last = last.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)

@@ -22,6 +22,8 @@ PADDING_ID = 0
 """Token id of padding. Padding is a sequence of its own and never trained; any id of the vocabulary would
 do."""
 NOWHERE = np.empty(0, np.int64)
+WIDTHS = (16, 64, 256)
+"""Widths of supports: few, as a GPU's kernels are compiled for each. The last holds MAX_SUPPORT."""
 EVEN = 8192
 """Sequence length at which attention costs as much as all other layers (0.6B: 10,400; 4B: 15,000)."""
 
@@ -272,8 +274,9 @@ def _supports(
     masks = _joined(
         [_flags(one.mask)[at + 1] for one, at in zip(samples, predicting, strict=True)], np.bool_
     )
-    rows = np.full((len(masks), stated.shape[1]), -1, np.int32)
-    rows[masks] = stated
+    width = next(one for one in WIDTHS if one >= stated.shape[1])
+    rows = np.full((len(masks), width), -1, np.int32)
+    rows[masks, : stated.shape[1]] = stated
     return rows
 
 

@@ -28,7 +28,7 @@ from ..models.device import Mark, download, upload
 from ..models.model_files import layer_count, read_base
 from ..models.routers import off_route, off_routes
 from ..models.routes import unpack_routes
-from ..models.support import NO_SUPPORT, Ids, unpack_supports
+from ..models.support import NO_SUPPORT, unpack_supports
 from ..ops.errors import EngineError
 from ..pipeline.activations import rounded
 from ..weights.adapters import merge
@@ -89,8 +89,6 @@ class _Tokens:
     versions: Integers
     temperatures: NDArray[np.float32]
     limits: Limits
-    support: Ids | None
-    """See weigh(); None if no item states any."""
     margins: NDArray[np.float64]
     logprobs: NDArray[np.float64]
     """Recomputed, like the margins; both are infinite until then."""
@@ -236,9 +234,12 @@ class Replay:
         warm = upload(torch.from_numpy(tokens.temperatures[drawn]), network.device)
         greedy = not tokens.temperatures.any()  # all environments of a run are greedy, or none
         limits = Limits(tokens.limits.top_k[drawn], tokens.limits.top_p[drawn])
+        # unpacked for a batch alone: a text with one wide support makes all rows as wide
+        parts = [(one.item.support, tokens.tokens[one.at]) for one in batch]
+        stated = unpack_supports(parts, NO_SUPPORT)
         support = None
-        if tokens.support is not None:
-            support = upload(torch.from_numpy(tokens.support[drawn]), network.device)
+        if stated is not None:
+            support = upload(torch.from_numpy(stated[own]), network.device)
         sizes = [sum(lengths), len(chosen), *[len(own)] * 4]
         ids, led, rows, *claims = there.split(sizes)
         checker = BoundaryChecker(boundary_key(batch[0].item), leading, led)
@@ -414,7 +415,6 @@ class Replay:
 def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
     branches: list[_Branch] = []
     columns: list[tuple[Integers, ...]] = []
-    supports: list[tuple[bytes, Integers]] = []
     start = 0
     for number, item in enumerate(items):
         ids = np.array(item.token_ids, np.int64)
@@ -422,7 +422,6 @@ def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
         places = np.concatenate([np.arange(reply.start, reply.end) for reply in item.replies])
         seeds = np.repeat(np.array([reply.seed for reply in item.replies], np.int64), counts)
         drawn = np.array(item.drawn, np.int64) if item.drawn else ids[places]
-        supports.append((item.support, drawn))
         columns.append((places, drawn, seeds, np.array(item.versions, np.int64)))
         at = slice(start, start := start + len(places))
         branches.append(_Branch(number, item, ids, at, waits=len(item.wanted)))
@@ -437,7 +436,6 @@ def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
             repeated(np.array([one.top_k for one in items], np.int64)),
             repeated(np.array([one.top_p for one in items], np.float32)),
         ),
-        support=unpack_supports(supports, NO_SUPPORT),
         margins=np.full(start, np.inf),
         logprobs=np.full(start, np.inf),
     )

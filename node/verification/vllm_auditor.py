@@ -60,6 +60,7 @@ from ..inference.prefill import (
     make_claims,
     not_computed,
     read_rows,
+    with_support,
 )
 from ..inference.replica import PROGRAM, EngineChild, EngineTimeouts
 from ..inference.vllm_arguments import (
@@ -327,9 +328,7 @@ class _Text:
         text = np.array(item.token_ids, np.int64)[places]
         tokens = np.array(item.drawn, np.int64) if item.drawn else text
         routes = np.frombuffer(item.routes or bytes(len(places) * self.route_bytes), np.uint8)
-        support = unpack_support(item.support, tokens) if item.support else None
-        routes = routes.reshape(len(places), self.route_bytes)
-        claims = make_claims(places, seeds, tokens, routes, support)
+        claims = make_claims(places, seeds, tokens, routes.reshape(len(places), self.route_bytes))
         claims["routed"] = bool(item.routes)
         return claims
 
@@ -371,11 +370,23 @@ class _Text:
 
     def asked(self, version: int, chosen: Numbers | slice) -> Claims:
         """Return the claims `chosen` of all S; those of another version ask for states only."""
-        claims = self.claims[chosen].copy()
+        claims = self.stating(chosen)
         own = (self.versions[chosen] == version) & self.anew[chosen]
         claims["drawn"] &= own
         claims["routed"] &= own
         return claims
+
+    def stating(self, chosen: Numbers | slice) -> Claims:
+        """Copy the claims `chosen` of all S, with their supports.
+
+        These are unpacked for a request alone: one wide support makes all claims of its text as wide.
+        """
+        claims = self.claims[chosen].copy()
+        if not self.item.support:
+            return claims
+        return with_support(
+            claims, unpack_support(self.item.support, self.claims["tokens"])[chosen]
+        )
 
     def reach(self, version: int) -> int:
         """Count the sampled tokens up to the last that is measured under `version`."""
@@ -407,7 +418,7 @@ class _Text:
 
         The latter must not be computed: what was kept is in the cache.
         """
-        claims, places = self.claims[part.tokens], self.places[part.tokens]
+        claims, places = self.stating(part.tokens), self.places[part.tokens]
         kept = 0 if part.is_first else (int(places[0]) - 1) // KV_BLOCK * KV_BLOCK
         if kept:
             before = claims[:1].copy()

@@ -253,6 +253,41 @@ def test_vllms_worker_records_the_supports_of_the_requests_that_ask_for_them() -
     assert recorder.collect([[4, 1]], [])[0][4] == b""
 
 
+def test_supports_of_drafts_that_were_wrong_are_not_recorded() -> None:
+    recorder = Recorder(
+        torch.device("cpu"),
+        width=4,
+        dtype=torch.float32,
+        fingerprint="",
+        requests=1,
+        length=8,
+        drafts=2,
+    )
+    recorder.admit("few", 3, 1, 13, 0.8, 0, 0.7, supported=True)
+    logits = torch.randn(6, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    narrowed = Narrowed(torch.arange(3), torch.zeros(3).long(), torch.full((3,), 0.7))
+    kept: list[torch.Tensor] = []
+    tokens: list[int] = []
+    for first, accepted in ((0, 2), (2, 3)):
+        part = logits[first : first + 3]
+        at = np.arange(3 + first, 6 + first)
+        seeds = torch.full((3,), 13)
+        wanted = draw(part, torch.full((3,), 0.8), seeds, torch.from_numpy(at), narrowed)
+        drafts = wanted.tokens[:2].clone()
+        if accepted == 2:
+            drafts[1] = (drafts[1] + 1) % VOCABULARY
+        none = torch.zeros(3, 4)
+        recorder.begin(SampledStep(["few"] * 3, at, at > 0, none, np.arange(3)))
+        told = recorder.verify(part, torch.arange(2), drafts)
+        recorder.end()
+        assert (told >= 0).sum() == accepted
+        assert wanted.support is not None
+        kept.append(wanted.support[:accepted])
+        tokens += wanted.tokens[:accepted].tolist()
+    [record] = recorder.collect([[1, 5]], [])
+    assert record[4] == pack_support(torch.cat(kept).numpy(), tokens)
+
+
 def test_a_batch_without_limits_is_not_narrowed() -> None:
     recorder = Recorder(
         torch.device("cpu"), width=4, dtype=torch.float32, fingerprint="", requests=2, length=8

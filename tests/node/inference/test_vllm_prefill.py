@@ -20,6 +20,7 @@ from primerl.node.inference.prefill import (
     make_claims,
     not_computed,
     read_rows,
+    with_support,
 )
 from primerl.node.inference.sampler import MOST_MARGIN, Narrowed, draw
 from primerl.node.inference.vllm_prefill import PromptReader
@@ -171,7 +172,9 @@ def claims(
     raw = np.zeros((count, ROUTES.token_bytes), np.uint8)
     if routes is not None:
         raw[:] = routes.reshape(count, -1)
-    found = make_claims(np.array(places), np.full(count, seed), np.array(tokens), raw, support)
+    found = make_claims(np.array(places), np.full(count, seed), np.array(tokens), raw)
+    if support is not None:
+        found = with_support(found, support)
     found["drawn"] = drawn
     found["routed"] = routes is not None
     return found.tobytes()
