@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from primerl.node.ops.errors import EngineError
 from primerl.node.verification.audit_process import AuditSetUp, main
-from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
+from primerl.node.verification.auditor import AuditItem, Measured, Reading, Unreadable
 from primerl.node.weights.state import State
 
 FINE, HANGS, DIES, TIRED, BUGGY, MISCOUNTS, BROKEN, COUNTS = range(8)
@@ -46,6 +46,12 @@ class Fake:
         if BROKEN in kinds:
             raise EngineError("this state does not fit")
         return [] if MISCOUNTS in kinds else [self._one(item) for item in items]
+
+    def read(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Reading | Unreadable]:
+        """Nothing can be read."""
+        return [Unreadable("a fake reads nothing", proof=False) for _ in items]
 
     def free_spare_memory(self) -> None:
         """There is none."""

@@ -1,6 +1,7 @@
 """Honest noise as it was measured, to draw rollouts from, and the classes that workers claim."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def honest_4b(chance: np.random.Generator, count: int, scale: float = 1.0) -> li
         "other_policy": -25.0 + 12.0 * own[3],
     }
     columns = {name: scale * values for name, values in measures.items()}
-    return [
-        Evidence(0, number, TOKENS, **{name: float(of[number]) for name, of in columns.items()})
-        for number in range(count)
+    rows: list[dict[str, Any]] = [
+        {name: float(of[number]) for name, of in columns.items()} for number in range(count)
     ]
+    return [Evidence(0, number, TOKENS, **row) for number, row in enumerate(rows)]
