@@ -515,7 +515,10 @@ def load_model(
 
     `dtype` is a torch or safetensors name ("float32", "BF16").
     """
-    model: Any = read_model(directory, dtype=dtype)[0]
+    read, unread = read_model(directory, dtype=dtype)
+    if reason := unexpected(directory, unread):
+        raise EngineError(reason)
+    model: Any = read
     return model.to(device).eval()
 
 
@@ -542,8 +545,6 @@ def read_model(
         raise EngineError(
             f"the model of {directory} cannot be loaded: {one_line(error)}"
         ) from error
-    if reason := unexpected(directory, sorted(report["unexpected_keys"])):
-        raise EngineError(reason)
     if missing := sorted(report["missing_keys"]):  # transformers makes them up
         raise EngineError(
             f"{directory} lacks {len(missing)} weights of its model, as {missing[0]}: download the model again"

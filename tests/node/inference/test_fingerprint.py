@@ -84,6 +84,8 @@ def alone(reply: Replayed) -> Compared:
     power = np.mean(own**2, axis=1)
     power[power == 0] = 1
     squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (own, *reply.others)])
+    short = np.sqrt(power) * np.maximum(1.0, np.sqrt(squares[0]))
+    shift = [float(np.sum(column)) for column in ((decoded - own) / short[:, None]).T]
     explained = (decoded == expected).all(axis=1)
     squares[:, explained] = np.maximum(squares[:, explained], squares[0, explained])
     mean = squares.mean(axis=0)
@@ -91,7 +93,7 @@ def alone(reply: Replayed) -> Compared:
     first, *rest = np.sum(squares * (2 * typical / (typical + mean)), axis=1).tolist()
     apart, length = np.sum((decoded - expected) ** 2), np.sum(expected**2)
     distance = min(FURTHEST, float(np.sqrt(apart / length))) if length else FURTHEST * (apart > 0)
-    return Compared(distance, decoded.size, first, tuple(rest))
+    return Compared(distance, decoded.size, first, tuple(rest), tuple(shift))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -74,7 +74,7 @@ def test_for_vllm_a_request_is_greedy_and_the_worker_reads_how_it_is_sampled() -
     request = GenerateRequest((1, 2), 3, 0.7, 2**63 - 1, (5,), b"g")
     arguments = sampling_arguments(request, 17)
     assert arguments["temperature"] == 0
-    assert arguments["extra_args"] == {SAMPLING: [17, 2**63 - 1, 0.7, 0, 1.0, b"g"]}
+    assert arguments["extra_args"] == {SAMPLING: [17, 2**63 - 1, 0.7, 0, 1.0, b"g", False]}
     assert not {"seed", "logprobs"} & set(arguments)
 
 
