@@ -137,6 +137,12 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
     other_scale, rollouts, tokens = BUILT_IN_SCALE[dtype], 0, 0
     source = f"built in for {dtype}"
     measured = measures_bounds(config)
+    truncates = any(config.sampling_of(one).truncates for one in config.mixture)
+    if truncates and not measured and dtype == "bfloat16" and verification.calibration is None:
+        raise UsageError(
+            "verification.bounds = built-in are of draws from all tokens, and with top_p or top_k honest ones are "
+            "above them: leave it out, or run primerl-node calibrate"
+        )
     if measured:
         reject = suspect = PROVISIONAL
         source = "provisional, until the run has measured its own"
