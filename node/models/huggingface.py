@@ -100,18 +100,23 @@ COMPACT_TEMPLATE = (
 rendered as its name and argument names; calls have the format that vLLM calls hermes."""
 
 
+_importing = threading.Lock()
+
+
 def _transformers() -> Any:
     """Import transformers without broken optional packages, progress bars and log output.
 
     transformers imports torchvision, torchaudio and torchcodec if they are installed, even for text models.
     With a CPU build of torch their usual CUDA wheels fail to import, and every model class with them. A None in
-    sys.modules means "not installed".
+    sys.modules means "not installed". accelerate, too, is imported here and whole: its modules import each
+    other, and two threads of which each begins with another one fail.
     """
-    if "transformers" not in sys.modules:
-        for name in ("torchvision", "torchaudio", "torchcodec"):
-            hide_if_broken(name)
-        _hide_gpu_kernels()
-    import transformers
+    with _importing:
+        if "transformers" not in sys.modules:
+            for name in ("torchvision", "torchaudio", "torchcodec", "accelerate"):
+                hide_if_broken(name)
+            _hide_gpu_kernels()
+        import transformers
 
     # The module replaces itself in sys.modules; a thread that waited for the import would get the old object.
     library: Any = sys.modules[transformers.__name__]

@@ -140,8 +140,8 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
     truncates = any(config.sampling_of(one).truncates for one in config.mixture)
     if truncates and not measured and dtype == "bfloat16" and verification.calibration is None:
         raise UsageError(
-            "verification.bounds = built-in are of draws from all tokens, and with top_p or top_k honest ones are "
-            "above them: leave it out, or run primerl-node calibrate"
+            "verification.bounds = built-in are of draws from all tokens, and with top_p or top_k honest ones "
+            "are above them: leave it out, or run primerl-node calibrate"
         )
     if measured:
         reject = suspect = PROVISIONAL
