@@ -18,8 +18,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv env
-env/bin/pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu "torch==2.13.0" \
-    "transformers==5.24.0" "gguf==0.19.0" accelerate
+env/bin/pip install --quiet "torch==2.13.0" "transformers==5.24.0" "gguf==0.19.0" accelerate
 
 cat > loaded.py <<'PYTHON'
 from pathlib import Path
