@@ -768,7 +768,7 @@ _TOOLS = (
 def _ids(message: Message) -> list[int]:
     role, content = message["role"], message.get("content") or ""
     if isinstance(content, str):
-        for call in message.get("tool_calls") or ():
+        for call in calls_of(message):
             content += f"<tool_call>{json.dumps(call['function'])}</tool_call>"
     if role not in ROLES or not isinstance(content, str):
         raise EnvironmentFailed(
