@@ -108,8 +108,8 @@ async def _measure(
     from ..node.app.daemon import check_auditor, check_present
     from ..node.app.factories import auditing, sandboxed
     from ..node.environments.environment import EnvironmentFailed
+    from ..node.errors import UsageError
     from ..node.models import huggingface, tensors
-    from ..node.ops.errors import UsageError
     from ..node.verification.calibration import Calibrator
 
     check_auditor(config)
@@ -191,7 +191,7 @@ def _cheats_table(report: "CalibrationReport") -> "Table":
 
 def _check_out(path: Path) -> None:
     """Raise UsageError where --out is a file that no calibration wrote: it would be replaced."""
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
     from ..node.verification.bounds import read_calibration
 
     if not path.is_file() or not path.stat().st_size:
@@ -207,7 +207,7 @@ def _check_out(path: Path) -> None:
 def _write(report: "CalibrationReport", path: Path) -> None:
     import msgspec
 
-    from ..node.ops.errors import StorageError
+    from ..node.errors import StorageError
 
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     encoded = msgspec.json.format(msgspec.json.encode(report.calibration(day)), indent=2)

@@ -25,7 +25,7 @@ import typer
 import typer.core
 
 from ..node.config.paths import expand_home, home_directory
-from ..node.ops.errors import UsageError
+from ..node.errors import UsageError
 from ..node.ops.strict_json import to_json
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ def check_model(config: "RunConfig | SftConfig") -> list[str]:
     Returns lines that a dry run is to show.
     """
     from ..node.config.run import ModelConfig, RunConfig
-    from ..node.ops.doctor import check_trainable
     from ..node.ops.monitors import check_monitors
+    from ..node.reports.doctor import check_trainable
 
     check_monitors(config.monitors)
     for one in config.mixture if isinstance(config, RunConfig) else ():
@@ -180,8 +180,8 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     from ..node.app.daemon import check_auditor
     from ..node.config.run import RunConfig
     from ..node.environments.allowed import find_package
+    from ..node.gpus import check_device
     from ..node.models.architectures import read_config as read_model
-    from ..node.ops.gpus import check_device
 
     check_device("training.device", config.training.device)
     if config.model.create is None:
@@ -203,8 +203,8 @@ def check_found(config: "RunConfig | SftConfig") -> None:
 
 def check_free(config: "NodeConfig", api: "ApiConfig | None" = None) -> None:
     """Raise BusyError if a port of a node, or of its API, is taken, and UsageError if it cannot be bound."""
-    from ..node.ops.doctor import check_api_port, check_ports
-    from ..node.ops.errors import BusyError
+    from ..node.errors import BusyError
+    from ..node.reports.doctor import check_api_port, check_ports
 
     taken = os.strerror(errno.EADDRINUSE)
     for port in [*check_ports(config), *([check_api_port(api)] if api is not None else [])]:
@@ -217,7 +217,7 @@ def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = Fals
     """Say after a dry run, a comment each, which of a run's environments are not installed here, and how their
     code is confined."""
     from ..node.config.evaluation import EvalConfig
-    from ..node.ops.doctor import check_environments, check_sandbox
+    from ..node.reports.doctor import check_environments, check_sandbox
 
     environments = [] if isinstance(config, EvalConfig) else check_environments(config)
     lines = [f"{one.name}: {one.advice}" for one in environments if one.state != "ok"]
@@ -233,7 +233,7 @@ def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool
     """
     from ..node.config.evaluation import EvalConfig
     from ..node.config.run import RunConfig
-    from ..node.ops.doctor import check_template
+    from ..node.reports.doctor import check_template
 
     models = config.models if isinstance(config, EvalConfig) else [config.model.name]
     environments = config.mixture if isinstance(config, RunConfig) else ()
@@ -271,7 +271,7 @@ def find_node(data_dir: Path | None) -> Path:
 
 def given_node(data_dir: Path) -> Path:
     """Return the data directory of the node in `data_dir`: of a run's directory, that of its trainer."""
-    from ..node.ops.control import socket_path
+    from ..node.storage.run_files import socket_path
 
     given = expand_home(data_dir)
     trainer = given / "trainer"
@@ -280,8 +280,9 @@ def given_node(data_dir: Path) -> Path:
 
 def nodes_here() -> "list[RunningEntry]":
     """List the nodes of this user that run on this machine, one at least. Raises NetworkError."""
-    from ..node.ops.control import RunningEntry, running, socket_path
-    from ..node.ops.errors import NetworkError
+    from ..node.errors import NetworkError
+    from ..node.ops.control import RunningEntry, running
+    from ..node.storage.run_files import socket_path
 
     entries = running()
     own = default_data_dir()

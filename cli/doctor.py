@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..node.config.run import RunConfig
     from ..node.memory_plan.memory import Device, MemoryBreakdown
     from ..node.memory_plan.shape import ModelShape
-    from ..node.ops.doctor import MachineCheck, RunMemory
+    from ..node.reports.doctor import MachineCheck, RunMemory
 
 GpuGib = Annotated[
     float | None,
@@ -53,8 +53,8 @@ def run(
                                                 a machine that is elsewhere
     """
     from ..node.config.run import RunConfig
-    from ..node.ops import doctor
-    from ..node.ops.gpus import torch_without_gpus
+    from ..node.gpus import torch_without_gpus
+    from ..node.reports import doctor
 
     config = read_config(RunConfig, ctx.args)
     model, shape, why_not = _model(config)
@@ -86,9 +86,9 @@ def run(
 
 def _model(config: "RunConfig") -> "tuple[Mapping[str, Any] | None, ModelShape | None, str]":
     """Read the config.json of the configured model, and its shape; or say why one of them is missing."""
+    from ..node.errors import EngineError
     from ..node.memory_plan.shape import read_shape
     from ..node.models.architectures import read_config
-    from ..node.ops.errors import EngineError
 
     if config.model.create is None and "name" not in config.model.model_fields_set:
         return None, None, "give a model, --model.name DIR or a hub id, or @ a run's config"
@@ -102,8 +102,8 @@ def _model(config: "RunConfig") -> "tuple[Mapping[str, Any] | None, ModelShape |
 
 def _device(gpu_memory: float | None, *, cpu: bool) -> "tuple[Device, int]":
     """Choose the GPU with the least free memory, or this machine's memory; and count the GPUs."""
+    from ..node.gpus import machine_memory, visible_memory
     from ..node.memory_plan.memory import GIB, Device
-    from ..node.ops.gpus import machine_memory, visible_memory
 
     there = [] if cpu else visible_memory(os.environ)
     count = max(1, len(there))

@@ -62,7 +62,7 @@ def init(
 ) -> None:
     """Write an environment's package into the directory NAME: it installs and passes `env test` as it is."""
     from ..node.environments.allowed import NAME, module_of, name_taken, root_of
-    from ..node.ops.errors import UsageError, file_error
+    from ..node.errors import UsageError, file_error
 
     kinds = {"multi_turn": multi_turn, "tools": tools, "search": search}
     chosen = [one for one, given in kinds.items() if given] or ["single_turn"]
@@ -162,7 +162,7 @@ def trust(
     your files.
     """
     from ..node.environments.allowed import REMEMBERED, find_package, forget, remember
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     directory = _data_dir(data_dir)
     if remove:
@@ -186,7 +186,7 @@ def _bundled(name: str, data_dir: Path) -> InstalledEnvironment:
     """Describe a bundled environment, which may need another package or read a data set."""
     from .. import __version__
     from ..node.environments.allowed import find_package
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     source = f"bundled {__version__}"
     try:
@@ -238,7 +238,7 @@ def install(
     from importlib import metadata
 
     from ..node.environments.allowed import find_package, remember
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     what = _installable(target)
     with tempfile.TemporaryDirectory(prefix="primerl-env-") as directory:
@@ -273,7 +273,7 @@ def install(
 
 def _installable(target: str) -> str:
     """Check what to install. Raises UsageError."""
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     path = expand_home(target)
     if path.exists():
@@ -300,7 +300,7 @@ def _pip(arguments: list[str], target: str) -> None:
     import subprocess
     from importlib.metadata import distributions
 
-    from ..node.ops.errors import NodeError, UsageError
+    from ..node.errors import NodeError, UsageError
 
     # The metadata, not find_spec("pip"): that makes setuptools leave distutils to Python, and vLLM then fails.
     if any(distributions(name="pip")):
@@ -340,7 +340,7 @@ def _staged(stage: Path) -> tuple[str, list[str]]:
         name_taken,
         source_has,
     )
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     (one,) = metadata.distributions(path=[str(stage)])
     here = {_plain(it.name) for it in metadata.distributions()}
@@ -497,7 +497,7 @@ def _sandbox(
     from pydantic import ValidationError
 
     from ..node.config.sandbox import WorkerSandboxConfig
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     values = {"type": kind, "readable": readable, "network": network}
     values |= {"processes": processes, "memory_gib": memory_gib}
@@ -510,7 +510,7 @@ def _sandbox(
 
 
 def _options(flag: str, text: str, example: dict[str, Any]) -> dict[str, Any]:
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     shown = f"for example '{to_json(example)}'"
     try:
@@ -526,7 +526,7 @@ def _judge(text: str) -> "JudgeConfig":
     from pydantic import ValidationError
 
     from ..node.config.chat_api import JudgeConfig
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     example = {"url": "http://127.0.0.1:8000/v1", "model": "grader"}
     try:
@@ -544,7 +544,7 @@ def _judge(text: str) -> "JudgeConfig":
 
 def _report(tried: "EnvironmentTrial", *, show: bool, as_json: bool) -> None:
     """Print the findings. Raises NodeError if a check failed."""
-    from ..node.ops.errors import NodeError
+    from ..node.errors import NodeError
     from .rollouts import visible
     from .tables import plain_table, write
 

@@ -112,7 +112,7 @@ def progress_line(progress: "EvalProgress") -> tuple[str, int, int, str]:
 def _print(cells: Sequence["Cell"], directory: Path, *, as_json: bool) -> None:
     import msgspec
 
-    from ..node.ops.errors import NodeError
+    from ..node.errors import NodeError
     from .tables import write
 
     if as_json:

@@ -11,7 +11,7 @@ from ..node.config.paths import expand_home
 from .command import AsJson, DataDir, default_data_dir, find_node
 
 if TYPE_CHECKING:
-    from ..node.ops.explain import (
+    from ..node.reports.explain import (
         Explanation,
         RejectedRollout,
         StageEvidence,
@@ -66,7 +66,7 @@ def run(
     """
     import msgspec
 
-    from ..node.ops import explain
+    from ..node.reports import explain
     from .tables import write
 
     directory = _directory(data_dir)
@@ -88,7 +88,7 @@ def run(
 
 def _directory(data_dir: Path | None) -> Path:
     """Find the ledger to read: the named node's, the running node's, or the default. Raises UsageError."""
-    from ..node.ops.errors import NetworkError, UsageError
+    from ..node.errors import NetworkError, UsageError
 
     if data_dir is not None:
         return expand_home(data_dir)

@@ -39,7 +39,7 @@ def init(
     The key is the node's identity everywhere: keep key.pem, and keep it to yourself.
     """
     from ..crypto.keys import SecretKey
-    from ..node.ops.errors import BusyError
+    from ..node.errors import BusyError
 
     path = _key_path(data_dir)
     if path.exists():
@@ -108,7 +108,7 @@ def retire(
         _hand_in(statement, data_dir, as_json)
         return
     from ..node.app import retirement
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
     from ..protocol.retirement import retire as sign
 
     path = _key_path(data_dir)
@@ -132,7 +132,7 @@ def retire(
 
 def _report(answers: dict[str, str], kept: Path, as_json: bool) -> None:
     """Print which trainers took a retirement. Raises NetworkError unless all did, and there was one."""
-    from ..node.ops.errors import NetworkError
+    from ..node.errors import NetworkError
 
     if as_json:
         typer.echo(to_json({"statement": str(kept), "trainers": answers}))
@@ -160,7 +160,7 @@ def _hand_in(statement: Path, data_dir: Path | None, as_json: bool) -> None:
 
 def _other_owners(directory: Path, node: bytes) -> Iterator[str]:
     """Yield a line for each ledger in `directory` that another node than `node` wrote."""
-    from ..node.ops.errors import StorageError
+    from ..node.errors import StorageError
     from ..node.storage.ledger import OWNER, LedgerView, other_key
 
     for path in sorted([*directory.glob("ledger.db"), *directory.glob("runs/*/ledger.db")]):

@@ -42,7 +42,7 @@ def run(
       primerl-node rl @ mine.toml
     """
     from ..node.config.prime_rl import key_table, read_configs
-    from ..node.ops.errors import BETWEEN_PROBLEMS, UsageError
+    from ..node.errors import BETWEEN_PROBLEMS, UsageError
 
     if keys:
         typer.echo(key_table(), nl=False)

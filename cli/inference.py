@@ -78,7 +78,7 @@ def run(
 def _checked(config: "ServeConfig") -> "ServeConfig":
     """Replace the ticket by its text. Raises UsageError, TicketError; needs no network."""
     from ..node.api.server import read_key
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     read_key(config.api)
     if config.ticket:

@@ -202,7 +202,7 @@ def checked_ticket(given: str, data_dir: Path) -> str:
 
 def ticket_text(given: str) -> str:
     """Read a ticket given as itself, as a file or as - (standard input). Raises TicketError."""
-    from ..node.ops.errors import TicketError
+    from ..node.errors import TicketError
     from ..protocol.tickets import PREFIX
 
     if given == "-":

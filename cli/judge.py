@@ -52,10 +52,10 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
 def _show_memory(config: "JudgeRunConfig", *, as_json: bool) -> None:
     """Say after a dry run, as a comment, what audits need here, where the model's config.json is here."""
     from ..node.app.judge import as_run
+    from ..node.errors import EngineError
     from ..node.memory_plan.memory import gib, plan_auditor
     from ..node.memory_plan.shape import read_shape
     from ..node.models.architectures import read_config
-    from ..node.ops.errors import EngineError
 
     directory = expand_home(config.model.name)
     if config.model.create is None and not (directory / "config.json").is_file():

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from ..node.ops.control import NodeState, PeerRow, Status, View
-from ..node.ops.report import points, smooth, terminal_curve
+from ..node.reports.report import points, smooth, terminal_curve
 from .tables import (
     NONE,
     Column,

@@ -14,7 +14,7 @@ import typer
 from .. import __version__
 from ..crypto.keys import KeyFileError
 from ..node.environments.confine import protect_node
-from ..node.ops.errors import BETWEEN_PROBLEMS, NodeError, StorageError, file_error, is_of_file
+from ..node.errors import BETWEEN_PROBLEMS, NodeError, StorageError, file_error, is_of_file
 from ..protocol.errors import RemoteProtocolError
 from . import (
     ban,

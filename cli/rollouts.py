@@ -98,7 +98,7 @@ def run(
     """
     import math
 
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
     from ..node.storage.rollouts import RolloutFilter
 
     if sum(map(bool, (show, diff, export))) > 1:
@@ -119,7 +119,7 @@ def run(
 
 def open_files(run_dir: Path | None) -> "RolloutFiles":
     """Find the rollouts of a run. Raises UsageError where there are none."""
-    from ..node.ops.errors import NetworkError, UsageError
+    from ..node.errors import NetworkError, UsageError
     from ..node.storage.rollouts import RolloutFiles
     from ..node.storage.run_files import ROLLOUTS
 
@@ -140,7 +140,7 @@ def open_files(run_dir: Path | None) -> "RolloutFiles":
 
 def _steps(text: str) -> tuple[int, int] | None:
     """Read "12" or "10-20". Raises UsageError."""
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     first, dash, end = text.partition("-")
     try:
@@ -151,7 +151,7 @@ def _steps(text: str) -> tuple[int, int] | None:
 
 def _place(text: str, parts: int) -> list[int]:
     """Read STEP/GROUP or STEP/GROUP/ROLLOUT. Raises UsageError."""
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     numbers = text.split("/")
     if len(numbers) != parts or not all(one.isdecimal() for one in numbers):
@@ -162,7 +162,7 @@ def _place(text: str, parts: int) -> list[int]:
 
 def _found(files: "RolloutFiles", text: str, parts: int) -> "list[KeptRollout]":
     """Read the rollouts at a place. Raises UsageError, StorageError."""
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
     from ..node.storage.rollouts import RolloutFilter
 
     step, group, *rest = _place(text, parts)
@@ -327,7 +327,7 @@ def _diff(group: "Sequence[KeptRollout]", *, as_json: bool) -> None:
 
 def _export(files: "RolloutFiles", wanted: "RolloutFilter", target: str) -> None:
     """Write JSON lines. Raises StorageError."""
-    from ..node.ops.errors import UsageError, file_error
+    from ..node.errors import UsageError, file_error
     from ..node.storage.rollouts import as_json
 
     lines = (as_json(one) + b"\n" for one in files.select(wanted))

@@ -61,8 +61,8 @@ def status(data_dir: DataDir = None, as_json: AsJson = False, watch: Watch = Fal
     """Show how a running node is doing: phase, step, policy version, rollouts, bytes."""
     import msgspec
 
+    from ..node.errors import NetworkError
     from ..node.ops.control import Status
-    from ..node.ops.errors import NetworkError
     from .tables import label_table, show_answer, status_lines
 
     def draw(answer: Any, width: int | None) -> Any:
@@ -99,8 +99,9 @@ def stop(
 
     Where several run, --data-dir says which one; without it they are listed and you choose.
     """
-    from ..node.ops.control import ask, socket_path
-    from ..node.ops.errors import NodeError
+    from ..node.errors import NodeError
+    from ..node.ops.control import ask
+    from ..node.storage.run_files import socket_path
 
     node = choose_node(data_dir, ask=not as_json)
     ask(node, "stop")

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..node.errors import UsageError
 from ..node.ops.control import (
     BoundsRow,
     EngineRow,
@@ -31,7 +32,6 @@ from ..node.ops.control import (
     Status,
     ask,
 )
-from ..node.ops.errors import UsageError
 from ..node.ops.strict_json import to_json
 from ..protocol.numerics import ENVELOPE
 

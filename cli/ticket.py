@@ -113,7 +113,7 @@ def state(row: dict[str, object], now: float) -> str:
 
 def seconds(text: str) -> int:
     """Read a duration like 30d, in seconds. Raises UsageError."""
-    from ..node.ops.errors import UsageError
+    from ..node.errors import UsageError
 
     found = re.fullmatch(r"(\d{1,9})([smhdw])", text.strip())
     if found is None:

@@ -111,8 +111,8 @@ def rl(
       primerl-node rl @ run.toml --trainer-gpus 2 --inference-gpus 6 --dry-run
     """
     from ..node.config.run import RunConfig
+    from ..node.gpus import usable
     from ..node.launch.placement import place
-    from ..node.ops.gpus import usable
 
     chosen = {"launch.trainer-gpus": trainer_gpus, "launch.inference-gpus": inference_gpus}
     args = arguments(ctx, {**chosen, **parallel(tp, pp, dp)})

@@ -27,7 +27,9 @@ MAX_SPANS = 64
 MAX_BLAMED = 48
 MAX_ROUTES = 64 * 2**20
 """Bytes of a branch's routes: 48 layers with 8 experts a token take 384 bytes a sampled token."""
-MEANS = 9
+FINGERPRINT_NUMBERS = 7
+"""Projections of the hidden state that the proof of a token holds, beside its scale."""
+MEANS = 2 + FINGERPRINT_NUMBERS
 """Numbers of Evidence.means."""
 Mean = Annotated[float, msgspec.Meta(ge=-1000, le=1000)]
 MAX_SUPPORT = 255

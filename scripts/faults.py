@@ -1565,7 +1565,7 @@ FAULTS = (
     ),
     Fault(
         "text that is no UTF-8 is no damage",
-        "node/ops/errors.py",
+        "node/errors.py",
         "BAD_FILE = (OSError, ValueError, RecursionError)",
         "BAD_FILE = (OSError,)",
         ("test_a_damaged_file_of_any_kind_is_mended_or_named_in_one_line",),
@@ -1699,7 +1699,7 @@ FAULTS = (
     ),
     Fault(
         "a link is removed with a run",
-        "node/storage/removal.py",
+        "node/removal.py",
         "elif (stat.S_ISLNK(mode) and not links) or not known(path):",
         "elif not known(path):",
         ("test_no_link_is_followed",),

@@ -1,6 +1,6 @@
 """List every place that removes or replaces files, by reading the source: a new one has to be justified here.
 
-A tree is removed by node/storage/removal.py alone, whose rules tests/node/storage/test_run_files.py holds.
+A tree is removed by node/removal.py alone, whose rules tests/node/storage/test_run_files.py holds.
 """
 
 import ast
@@ -22,17 +22,17 @@ TREES = {"rmtree", "rmdir", "removedirs", "move"}
 
 KNOWN = {
     # -- the one place for trees
-    ("node/storage/removal.py", "rmdir"): (
+    ("node/removal.py", "rmdir"): (
         3,
         "directories that are empty once what is ours has gone",
     ),
-    ("node/storage/removal.py", "unlink"): (1, "files that the caller knows by name, never a link"),
-    ("node/storage/removal.py", "rename"): (1, "what is not ours is moved to a name that is free"),
+    ("node/removal.py", "unlink"): (1, "files that the caller knows by name, never a link"),
+    ("node/removal.py", "rename"): (1, "what is not ours is moved to a name that is free"),
     # -- files that are replaced by newer ones of the same name, in a directory that claim() marked or of a node
     ("node/storage/partial.py", "replace"): (1, "the file that was written whole beside its place"),
     ("node/storage/partial.py", "rename"): (2, "a directory of ours, whose foreign files are kept"),
     ("node/storage/partial.py", "unlink"): (2, "the half-written file, by its own hidden name"),
-    ("node/ops/report.py", "replace"): (1, "reward.png of a marked run"),
+    ("node/reports/report.py", "replace"): (1, "reward.png of a marked run"),
     ("node/storage/chunk_store.py", "rename"): (1, "a chunk, named by its digest"),
     ("node/storage/chunk_store.py", "replace"): (1, "the same"),
     ("node/storage/chunk_store.py", "unlink"): (
@@ -131,7 +131,7 @@ def test_every_place_that_removes_or_replaces_files_is_listed_with_its_reason() 
 
 
 def test_one_file_alone_removes_trees() -> None:
-    assert {file for file, call in found() if call in TREES} == {"node/storage/removal.py"}
+    assert {file for file, call in found() if call in TREES} == {"node/removal.py"}
 
 
 def test_the_ways_to_remove_a_tree_are_all_seen() -> None:

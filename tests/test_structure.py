@@ -22,26 +22,24 @@ FREE = {"__init__", "node", "configs"}
 """Names and versions only; every module may import them."""
 
 # Layers from the bottom up; the lists of one layer do not import each other.
-OPERATING = "doctor explain summary"
-LOW_PIPELINE = "frames links planner ports stage_loop trails"
 LAYERS: list[list[list[str]]] = [
     [["crypto"]],
     [["protocol"]],
-    [["node.ops", "node.config", "node.process", "node.storage"]],
+    [["node.errors", "node.gpus", "node.removal", "node.tasks"]],
+    [["node.config"], ["node.process"]],
+    [["node.storage"]],
+    [["node.ops"]],
     [["node.weights"], ["node.p2p"]],
-    [
-        ["node.models"],
-        ["node.inference.fingerprint"],
-        [f"node.pipeline.{name}" for name in LOW_PIPELINE.split()],
-    ],
+    [["node.models"]],
     [["node.memory_plan"]],
-    [["node.inference", "node.pipeline.place"]],
+    [["node.inference"]],
     [["node.environments"], ["node.training"], ["node.pipeline"]],
     [["node.api"], ["node.sft"], ["node.verification"]],
     [["node.evaluation"]],
     [["node.trainer"], ["node.worker"]],
     [["node.validator"]],
-    [["node.app", "node.launch", *(f"node.ops.{name}" for name in OPERATING.split())]],
+    [["node.reports"]],
+    [["node.app", "node.launch"]],
     [["cli"]],
 ]
 
@@ -98,8 +96,8 @@ HEAVY = {
     },
     "jinja2": {"node.environments.chat"},
     "tokenizers": {"node.environments.chat", "node.models.huggingface"},
-    "matplotlib": {"node.ops.report"},
-    "plotext": {"node.ops.report"},
+    "matplotlib": {"node.reports.report"},
+    "plotext": {"node.reports.report"},
     "wandb": {"node.ops.monitors"},
     "tensorboardX": {"node.ops.monitors"},
     "trackio": {"node.ops.monitors"},
@@ -322,6 +320,16 @@ def test_imports_form_no_circle() -> None:
     assert [(name, to) for name, to, _ in edges() if name in closure[to]] == []
 
 
+def test_no_two_folders_import_each_other() -> None:
+    """Lazy imports and those of types count."""
+    folders = {
+        (name.rpartition(".")[0], target.rpartition(".")[0])
+        for name, target, _ in edges(checking=True)
+        if name not in FREE and target not in FREE
+    }
+    assert [pair for pair in sorted(folders) if pair[0] < pair[1] and pair[::-1] in folders] == []
+
+
 def test_these_do_not_import_each_other() -> None:
     for left, right in APART:
         assert all(any(within(name, one) for name in PACKAGE) for one in (*left, *right)), left
@@ -332,7 +340,9 @@ def test_these_do_not_import_each_other() -> None:
 def test_only_app_composes_roles() -> None:
     roles = ("node.trainer", "node.worker", "node.validator")
     users = {name for name, target, _ in edges() if within(target, *roles)}
-    assert [one for one in users if not within(one, *roles, "node.app", "node.ops.summary")] == []
+    assert [
+        one for one in users if not within(one, *roles, "node.app", "node.reports.summary")
+    ] == []
 
 
 def test_the_protocol_does_no_io() -> None:
@@ -383,7 +393,8 @@ def test_help_loads_no_heavy_library() -> None:
 
 def test_folders_are_packages_and_no_module_is_loose() -> None:
     assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
-    assert [path.name for path in (ROOT / "node").glob("*.py")] == ["__init__.py"]
+    ground = ["__init__.py", "errors.py", "gpus.py", "removal.py", "tasks.py"]
+    assert sorted(path.name for path in (ROOT / "node").glob("*.py")) == ground
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {one.path.rpartition("/")[0] for one in PACKAGE.values()}
     assert sorted(said) == sorted(f"primerl.{one}".replace("/", ".").rstrip(".") for one in folders)
@@ -511,6 +522,6 @@ def test_every_fault_can_be_planted_and_names_tests_that_exist() -> None:
 
 def test_json_for_users_has_one_writer() -> None:
     named = [*(ROOT / "cli").glob("*.py"), *(ROOT / "node/app").glob("*.py")]
-    named.append(ROOT / "node/ops/summary.py")
+    named.append(ROOT / "node/reports/summary.py")
     texts = {path.name: path.read_text(encoding="utf-8") for path in named}
     assert [name for name, text in texts.items() if re.search(r"\bjson\.dumps?\(", text)] == []

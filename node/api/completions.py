@@ -23,8 +23,8 @@ from msgspec import Meta
 
 from ..environments.chat import UNREADABLE, ChatFormat
 from ..environments.environment import EnvironmentFailed
+from ..errors import first_cause
 from ..inference.engine import Engine, GenerateRequest
-from ..ops.errors import first_cause
 from .server import ID_HEADER, VERSION_HEADER, ApiError, Body, EventStream, Served, metric_family
 
 if TYPE_CHECKING:

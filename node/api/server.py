@@ -21,8 +21,8 @@ import msgspec
 
 from ... import __version__
 from ..config.serving import ApiConfig, is_loopback
+from ..errors import BusyError, EngineError, EngineLost, UsageError
 from ..inference.engine import Engine, EngineStats
-from ..ops.errors import BusyError, EngineError, EngineLost, UsageError
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ..config.serving import ApiConfig
 from ..environments.chat import ChatFormat
+from ..errors import EngineLost
 from ..inference.host_messages import ApiOptions
-from ..ops.errors import EngineLost
 from .server import ID_HEADER, VERSION_HEADER, Body, EventStream
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from ..config.judge import JudgeRunConfig
 from ..config.paths import expand_home, home_directory
 from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
+from ..errors import EngineError, UsageError
+from ..gpus import check_device, torch_without_gpus
 from ..inference.numerics import check_quantized
 from ..inference.vllm_arguments import (
     NO_AUDITOR,
@@ -27,8 +29,6 @@ from ..inference.vllm_arguments import (
     is_installed,
     read_shape,
 )
-from ..ops.errors import EngineError, UsageError
-from ..ops.gpus import check_device, torch_without_gpus
 from ..ops.logs import configure
 from ..ops.monitors import check_monitors
 from ..process.spawn import PARENT_VARIABLE

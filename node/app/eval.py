@@ -21,6 +21,7 @@ from ..environments.environment import Environment
 from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
 from ..environments.sandbox import Sandbox, choose
+from ..errors import UsageError
 from ..evaluation.candidates import (
     Candidate,
     candidates,
@@ -34,7 +35,6 @@ from ..evaluation.eval_suite import Cell, CellStore, EvalModel, EvalSuite, Watch
 from ..evaluation.evaluator import EnginePolicy, EvalSampling, PolicyClient
 from ..inference.build import build_engine
 from ..inference.engine import Engine
-from ..ops.errors import UsageError
 from ..ops.logs import configure
 from ..storage.run_files import CONFIG, begun_on, claim, held, write
 from .factories import make_environment

@@ -21,14 +21,14 @@ from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
 from ..environments.leased_prompts import LeasedPrompts
 from ..environments.sandbox import Sandbox, choose
+from ..errors import UsageError
+from ..gpus import usable
 from ..inference.build import build_engine
 from ..inference.engine import Engine
-from ..ops.errors import UsageError
-from ..ops.gpus import usable
+from ..inference.place import StagePlace
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport
 from ..pipeline.hosted_stage import HeadEngine, HostedHead, HostedStage
-from ..pipeline.place import StagePlace
 from ..storage.ledger import Ledger
 from ..training.backend import SampleTerms, TrainBackend, resolve_backend
 from ..verification.auditor import Auditor

@@ -21,15 +21,15 @@ from ..config.run import JoinConfig
 from ..config.serving import ApiConfig, ServeConfig
 from ..environments.chat import ChatFormat, dated
 from ..environments.environment import EnvironmentFailed
+from ..errors import UsageError
 from ..evaluation.candidates import Candidate, candidate, read
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..inference.hf import QUEUE_BATCHES
 from ..models.model_files import vocab_size
 from ..ops.control import Status
-from ..ops.errors import UsageError
-from ..process.tasks import end_tasks
 from ..storage.run_files import today
+from ..tasks import end_tasks
 from ..worker.weight_sync import WeightSync
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode

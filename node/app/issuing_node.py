@@ -9,8 +9,8 @@ from pathlib import Path
 from ...crypto.keys import SecretKey
 from ...protocol.trust import RunDocuments
 from ..config.run import NodeConfig, RunConfig
+from ..errors import BusyError
 from ..ops.control import Command
-from ..ops.errors import BusyError
 from ..p2p.services import NodeServices
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import IssuedTicket, Ledger

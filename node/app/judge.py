@@ -37,11 +37,11 @@ from ..config.training import TrainingConfig
 from ..environments.chat import ChatFormat, dated
 from ..environments.environment import EnvironmentFailed
 from ..environments.leased_prompts import LeasedPrompts
+from ..errors import UsageError
 from ..evaluation.candidates import candidate, read
 from ..memory_plan.stages import cut_model
 from ..models.model_files import vocab_size
 from ..ops.control import PeerRow, Status
-from ..ops.errors import UsageError
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
 from ..storage.ledger import MANIFEST, Ledger, readable

@@ -30,11 +30,7 @@ from ...protocol.messages import (
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..config.run import JoinConfig
-from ..inference.engine import Engine
-from ..inference.numerics import check_exact, check_kept, check_quantization, check_routes
-from ..models import base_weights
-from ..ops.control import PeerRow, Status
-from ..ops.errors import (
+from ..errors import (
     BusyError,
     NetworkError,
     NodeError,
@@ -45,6 +41,10 @@ from ..ops.errors import (
     one_line,
     printable,
 )
+from ..inference.engine import Engine
+from ..inference.numerics import check_exact, check_kept, check_quantization, check_routes
+from ..models import base_weights
+from ..ops.control import PeerRow, Status
 from ..ops.monitors import MonitoredRun, Monitors, configured, group_of
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
@@ -53,9 +53,9 @@ from ..p2p.services import KEY_REFUSALS, RECORD_TTL_S, NodeServices, key_error
 from ..p2p.status_view import peer_rows, show_network
 from ..p2p.transport import Stream, TransportError
 from ..p2p.waiting import LogBackoff
-from ..process.tasks import end_tasks
 from ..storage.chunk_store import LostChunk
 from ..storage.ledger import MANIFEST, Ledger
+from ..tasks import end_tasks
 from ..weights.payload import TensorShare, everything
 from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
 from . import rundir

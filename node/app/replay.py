@@ -27,8 +27,8 @@ from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ..config.loader import load
 from ..config.run import RunConfig, TrainedEnvironment
 from ..config.training import TrainingConfig
-from ..ops.errors import StorageError, UsageError
-from ..ops.gpus import is_on_gpu, usable
+from ..errors import StorageError, UsageError
+from ..gpus import is_on_gpu, usable
 from ..storage.chunk_store import CHUNKS, chunk_path
 from ..storage.ledger import MANIFEST, LedgerView
 from ..storage.rollouts import KeptRollout, RolloutFiles, StepSettings

@@ -11,7 +11,7 @@ from ...protocol.messages import Accepted, RetireKey
 from ...protocol.retirement import read_retirement
 from ...protocol.version import ALPN_CONTROL, MAX_GOSSIP
 from ..config.run import NetworkConfig
-from ..ops.errors import StorageError, UsageError, file_error
+from ..errors import StorageError, UsageError, file_error
 from ..p2p.connections import ConnectionPool
 from ..p2p.peers import PeerTable
 from ..p2p.rpc import Refused

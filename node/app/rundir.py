@@ -12,8 +12,8 @@ from ..config.paths import expand_home
 from ..config.run import RunConfig
 from ..config.sft import SftConfig
 from ..config.training import TrainingConfig
+from ..errors import BAD_FILE, UsageError, file_error
 from ..models import base_weights
-from ..ops.errors import BAD_FILE, UsageError, file_error
 from ..storage.chunk_store import Store, read_chunk
 from ..storage.run_files import (
     CHECKPOINTS,

@@ -12,8 +12,8 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ..config.run import NodeConfig
+from ..errors import first_cause
 from ..ops.control import Command, ControlServer, Status, register, unregister
-from ..ops.errors import first_cause
 from ..ops.metrics import EventLoopMonitor
 
 

@@ -13,7 +13,7 @@ from ...crypto.keys import SecretKey
 from ...protocol.manifests import Role
 from ...protocol.trust import TrustedRun
 from ..config.run import NodeConfig
-from ..ops.errors import BusyError
+from ..errors import BusyError
 from ..p2p.chunk_client import TcpChunks
 from ..p2p.connections import ConnectionPool
 from ..p2p.discovery import Discovery

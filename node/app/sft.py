@@ -14,7 +14,7 @@ from ..config.run import EnvironmentConfig, ResumeConfig
 from ..config.sft import SftConfig
 from ..environments.chat import dated
 from ..environments.environment import Environment, EnvironmentFailed
-from ..ops.errors import RankFailed, UsageError
+from ..errors import RankFailed, UsageError
 from ..ops.logs import configure
 from ..ops.metrics import PhaseClock
 from ..ops.monitors import check_monitors

@@ -12,12 +12,12 @@ from ...crypto.hashing import short
 from ...protocol.pipelines import PipelinePlan, PipelineShape
 from ..config.engine import EngineConfig
 from ..config.run import JoinConfig
+from ..inference.place import StagePlace, share_of
 from ..ops.control import StageRow
 from ..pipeline.acceptor import LinkAcceptor, is_reachable, probe
 from ..pipeline.frames import FrameLimits
 from ..pipeline.hosted_stage import HeadEngine
 from ..pipeline.links import LocalLink
-from ..pipeline.place import StagePlace, share_of
 from ..pipeline.ring import Ring
 from ..pipeline.trails import SignedTrails
 from ..worker.pipelined_engine import Order, PipelinedEngine

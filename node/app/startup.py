@@ -9,13 +9,13 @@ from pathlib import Path
 
 from ..config.run import ResumeConfig, RunConfig, WarmupConfig
 from ..environments.environment import Environment
+from ..errors import UsageError
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
-from ..ops import summary
-from ..ops.errors import UsageError
 from ..ops.metrics import PhaseClock
-from ..process.tasks import end_tasks
+from ..reports import summary
 from ..storage.ledger import Ledger
 from ..storage.run_files import CHECKPOINTS
+from ..tasks import end_tasks
 from ..trainer.loop import TrainerRole
 from ..trainer.state import current_epoch, fork
 from ..training.backend import TrainBackend

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...protocol import tickets
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import Ticket
-from ..ops.errors import TicketError
+from ..errors import TicketError
 from ..storage.ledger import Ledger, LedgerView
 
 logger = logging.getLogger(__name__)

@@ -20,14 +20,7 @@ from ..config.run import RunConfig
 from ..environments.chat import DATE, ChatFormat
 from ..environments.chat_api import open_api, read_key
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
-from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
-from ..evaluation.online import EvaluationLog, OnlineEvaluation
-from ..inference.adapted import adapted
-from ..memory_plan.stages import cut_model
-from ..models import base_weights
-from ..ops import summary
-from ..ops.control import PeerRow, Status
-from ..ops.errors import (
+from ..errors import (
     BusyError,
     EngineError,
     RankFailed,
@@ -36,16 +29,23 @@ from ..ops.errors import (
     first_cause,
     one_line,
 )
-from ..ops.gpus import is_on_gpu, usable
+from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
+from ..evaluation.online import EvaluationLog, OnlineEvaluation
+from ..gpus import is_on_gpu, usable
+from ..inference.adapted import adapted
+from ..memory_plan.stages import cut_model
+from ..models import base_weights
+from ..ops.control import PeerRow, Status
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors, group_of
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
-from ..process.tasks import end_tasks
+from ..reports import summary
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import ROLLOUTS, begun_on, weights_dir
+from ..tasks import end_tasks
 from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher

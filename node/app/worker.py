@@ -12,6 +12,7 @@ from ...protocol.manifests import RunManifest
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig
 from ..environments.allowed import check_allowed, options_of
 from ..environments.environment import Environment, EnvironmentFailed, shown_statuses
+from ..errors import EngineError, NodeError, StorageError, UsageError
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..inference.numerics import config_for_run
@@ -19,7 +20,6 @@ from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import cannot_cut, cannot_hold
 from ..models.json_files import read_json
 from ..ops.control import Status
-from ..ops.errors import EngineError, NodeError, StorageError, UsageError
 from ..ops.strict_json import to_json
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.services import NodeServices

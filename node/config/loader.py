@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_config import BaseConfig, ConfigFileError, cli
 from pydantic_core import ErrorDetails
 
-from ..ops.errors import BETWEEN_PROBLEMS, UsageError
+from ..errors import BETWEEN_PROBLEMS, UsageError
 from .evaluation import EvalConfig
 from .judge import JudgeRunConfig
 from .paths import expand_home

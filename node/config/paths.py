@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ..ops.errors import UsageError
+from ..errors import UsageError
 
 MAX_NAME_BYTES = 128
 """Longest name of a run; a file name of Linux has 255 bytes, and names of other files are made from it."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, cast, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_config import BaseConfig
 
-from ..ops.errors import UsageError, printable
+from ..errors import UsageError, printable
 from .evaluation import EvalConfig
 from .loader import Tree, merge, model_in, nearest, nest, read_file, to_toml
 from .run import OnlineSamplingConfig, RunConfig

@@ -22,7 +22,7 @@ from ...protocol.leases import LEASED_PROMPTS
 from ...protocol.manifests import EnvironmentContract, SamplingContract
 from ...protocol.version import MAX_NAME
 from ..config.run import EnvironmentConfig, RunConfig, TrainedEnvironment
-from ..ops.errors import BAD_FILE, StorageError, UsageError, file_error, one_line, printable
+from ..errors import BAD_FILE, StorageError, UsageError, file_error, one_line, printable
 from ..storage.run_files import write_private
 
 BUNDLED = {

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...protocol.recent import RecentDict
+from ..errors import BAD_FILE, EngineError, one_line
 from ..models.tokenizer_files import (
     DEFAULT,
     SPECIAL_NAMES,
@@ -23,7 +24,6 @@ from ..models.tokenizer_files import (
     read_tokenizer_files,
 )
 from ..models.tokenizer_files import FILES as TOKENIZER_FILES
-from ..ops.errors import BAD_FILE, EngineError, one_line
 from .environment import EnvironmentFailed
 from .marks import (
     PROBE,

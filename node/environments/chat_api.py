@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from ..config.chat_api import ChatApiConfig
-from ..ops.errors import UsageError
+from ..errors import UsageError
 from .policies import PlayFailed
 
 if TYPE_CHECKING:

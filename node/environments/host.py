@@ -25,11 +25,11 @@ from typing import Any
 import msgspec
 
 from ..config.run import EnvironmentConfig
+from ..errors import named_line
 from ..inference.engine import Completion
-from ..ops.errors import named_line
 from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
-from ..process.tasks import end_tasks
+from ..tasks import end_tasks
 from .chat import Transcript
 from .environment import (
     Branch,

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, TypeVar
 from ...protocol.recent import RecentDict
 from ..config.run import EnvironmentConfig
 from ..config.sandbox import SandboxConfig
-from ..ops.errors import NodeError, StorageError
+from ..errors import NodeError, StorageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.frames import ProcessMessage

@@ -22,9 +22,9 @@ import msgspec
 from ...crypto.hashing import digest
 from ..config.chat_api import JudgeConfig
 from ..config.run import EnvironmentConfig
-from ..ops.errors import StorageError, UsageError
-from ..process.tasks import end_tasks
+from ..errors import StorageError, UsageError
 from ..storage.judge_answers import JudgeAnswers
+from ..tasks import end_tasks
 from .chat_api import ApiUnavailable, ChatApi, open_api, read_key
 from .policies import JudgeRefused, PlayFailed
 

@@ -27,9 +27,9 @@ from typing import Any
 from ... import __path__ as root
 from ..config.paths import expand_home, home_directory
 from ..config.sandbox import SandboxConfig
-from ..ops.errors import UsageError, one_line
+from ..errors import UsageError, one_line
 from ..process.spawn import PARENT_VARIABLE
-from ..storage.removal import remove_own
+from ..removal import remove_own
 from . import confine
 from .allowed import BUNDLED
 from .confine import MACHINES, SCOPES_SINCE, SETTINGS_VARIABLE, TCP_SINCE, landlock_version

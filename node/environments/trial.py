@@ -26,8 +26,8 @@ import msgspec
 from ... import __version__
 from ..config.run import EnvironmentConfig
 from ..config.sandbox import WorkerSandboxConfig
+from ..errors import BAD_FILE, UsageError, printable
 from ..inference.engine import Completion
-from ..ops.errors import BAD_FILE, UsageError, printable
 from ..storage.run_files import today
 from . import tasksets
 from .allowed import BUNDLED, find_package, module_of, root_of

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ...protocol.recent import RecentDict
 from ..config.run import EnvironmentConfig
-from ..ops.errors import NodeError, named_line
+from ..errors import NodeError, named_line
 from .chat import Chat, ChatFormat
 from .environment import (
     Branch,

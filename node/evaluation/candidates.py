@@ -14,10 +14,10 @@ from typing import Any
 from ...crypto.hashing import digest_parts
 from ..config.evaluation import EvalConfig
 from ..config.paths import expand_home
+from ..errors import UsageError
 from ..models.json_files import read_json
 from ..models.model_files import contract_files, read_state
 from ..models.tensors import bf16_state, to_torch
-from ..ops.errors import UsageError
 from ..weights.adapters import merge
 from ..weights.state import State
 

@@ -14,8 +14,8 @@ from ..config.evaluation import EndpointConfig, EvalSamplingConfig
 from ..environments.chat import CUT, Transcript
 from ..environments.chat_api import ApiUnavailable, ChatAnswer, ChatApi, open_api
 from ..environments.policies import PlayFailed
+from ..errors import NetworkError
 from ..inference.engine import Completion
-from ..ops.errors import NetworkError
 from .evaluator import SampledTurn, TurnRequest
 
 SEED_BITS = 31

@@ -17,7 +17,7 @@ from ...crypto.hashing import derive
 from ..config.evaluation import EvalConfig
 from ..config.run import EvaluatedEnvironment
 from ..environments.environment import Environment, EnvironmentFailed, Split
-from ..ops.errors import BAD_FILE, StorageError, UsageError
+from ..errors import BAD_FILE, StorageError, UsageError
 from ..storage.run_files import make_directory, write
 from .evaluator import PolicyClient, Rollout, evaluated, run_rollouts
 from .statistics import EvalFigures, summarize

@@ -18,8 +18,8 @@ from ...crypto.hashing import derive
 from ..environments.environment import Environment, EnvironmentFailed, Split, Task
 from ..environments.policies import PlayFailed
 from ..environments.stop_strings import StopStrings, generate_until
+from ..errors import EngineError, EngineLost, first_cause
 from ..inference.engine import Completion, Engine, GenerateRequest
-from ..ops.errors import EngineError, EngineLost, first_cause
 from ..weights.state import State
 
 logger = logging.getLogger(__name__)

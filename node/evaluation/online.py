@@ -14,10 +14,10 @@ from typing import Self
 import msgspec
 
 from ..environments.environment import EnvironmentFailed
-from ..ops.errors import BAD_FILE, NodeError, file_error
+from ..errors import BAD_FILE, NodeError, file_error
 from ..ops.metrics import MetricsLog
-from ..process.tasks import end_tasks
 from ..storage.run_files import write
+from ..tasks import end_tasks
 from ..weights.state import State
 from .evaluator import EvalTask, Evaluator
 from .statistics import EvalFigures, summarize

@@ -12,8 +12,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from ...protocol.manifests import RunManifest
+from ..errors import EngineError
 from ..models.model_files import read_base
-from ..ops.errors import EngineError
 from ..weights.adapters import MergedAdapters, changes, merge
 from ..weights.state import Changed, State, memory_threads
 from .engine import Completion, Engine, EngineStats, GenerateRequest

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...protocol.rollouts import FINGERPRINT_NUMBERS
+from ..errors import EngineError
 from ..models.device import compiles, upload
-from ..ops.errors import EngineError
-from .fingerprint import NUMBERS, ProofFailed, decode_rows, pack, signs
+from .fingerprint import ProofFailed, decode_rows, pack, signs
 
 LIMIT = 6.0
 """Clipping limit in mean magnitudes; 1 in 600,000 normally distributed numbers exceeds it."""
@@ -71,7 +72,7 @@ def agrees(claimed: bytes, projected: NDArray[np.float32]) -> bool:
     `projected` is the result of project(). The receiver of both calls this: otherwise a stage could state
     correct fingerprints and send other states.
     """
-    if len(claimed) != len(projected) * (NUMBERS + 1):
+    if len(claimed) != len(projected) * (FINGERPRINT_NUMBERS + 1):
         return False
     decoded, proper = decode_rows(claimed)
     own = projected.astype(np.float64)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from ..config.engine import EngineConfig
-from ..ops.gpus import is_on_gpu, usable
+from ..gpus import is_on_gpu, usable
 from .engine import Engine
 
 ALONE = {"tp": 1, "pp": 1, "dp": 1, "sleep_after_s": 0.0}

@@ -10,7 +10,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from .engine import GenerateRequest, narrowing
 from .model import LanguageModel, ModelOutput, Session
 from .sampler import Narrowed, SampledTokens, draw

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from ..errors import EngineError
 from ..ops.control import EngineRow
-from ..ops.errors import EngineError
 from ..weights.state import Changed, State
 from .fingerprint import Projection
 

@@ -27,6 +27,8 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from ...protocol.rollouts import FINGERPRINT_NUMBERS
+
 Hidden = NDArray[np.float32]
 """Hidden states [tokens, width]."""
 Floats = NDArray[np.float64]
@@ -34,11 +36,10 @@ Codes = NDArray[np.integer]
 """The bytes of a proof: scales, or codes."""
 Integers = NDArray[np.int64]
 
-NUMBERS = 7
-TOKEN_BYTES = NUMBERS + 1
-LENGTH = NUMBERS
+TOKEN_BYTES = FINGERPRINT_NUMBERS + 1
+LENGTH = FINGERPRINT_NUMBERS
 """Column of own states at a stage boundary: |state| / sqrt(width), after the projections."""
-COLUMNS = NUMBERS + 1
+COLUMNS = FINGERPRINT_NUMBERS + 1
 FURTHEST = 4.0
 """Largest distance: one token with an absurd scale cannot count for more."""
 AT_ONCE = 32
@@ -167,7 +168,9 @@ def signs(width: int) -> NDArray[np.float32]:
     The signs are the top bits of a 32-bit hash (the finaliser "lowbias32" by C. Wellons) of 8 i + j.
     """
     row = np.arange(width, dtype=np.uint32)[:, None]
-    hashed = row * np.uint32(8) + np.arange(NUMBERS, dtype=np.uint32) + np.uint32(0x9E3779B9)
+    hashed = (
+        row * np.uint32(8) + np.arange(FINGERPRINT_NUMBERS, dtype=np.uint32) + np.uint32(0x9E3779B9)
+    )
     hashed ^= hashed >> np.uint32(16)
     hashed *= np.uint32(0x7FEB352D)
     hashed ^= hashed >> np.uint32(15)
@@ -182,7 +185,7 @@ _signs = lru_cache(4)(signs)
 
 def pack(projected: NDArray[np.float32]) -> bytes:
     """Encode projected states hidden @ signs(width) [tokens, 7] as a proof. Raises ProofFailed."""
-    if projected.ndim != 2 or projected.shape[1] != NUMBERS or not len(projected):
+    if projected.ndim != 2 or projected.shape[1] != FINGERPRINT_NUMBERS or not len(projected):
         raise ProofFailed(f"projected states are [tokens, 7], not {projected.shape}")
     largest = np.abs(projected).max(axis=1).astype(np.float64)
     if not np.isfinite(largest).all():
@@ -226,7 +229,7 @@ def _compare(replies: Sequence[Replayed]) -> list[Compared]:
     expected = rounded(own)
     explained = (decoded == expected).all(axis=1)
     squares[:, explained] = np.maximum(squares[:, explained], squares[0, explained])
-    sizes = [length * NUMBERS for length in lengths]
+    sizes = [length * FINGERPRINT_NUMBERS for length in lengths]
     error = sums(((decoded - expected) ** 2).ravel(), sizes).tolist()
     length = sums((expected**2).ravel(), sizes).tolist()
     distances = map(_distance, error, length)
@@ -369,7 +372,7 @@ def token_distances(stated: bytes, own: NDArray[np.float32]) -> NDArray[np.float
     to its own length: a residual stream is not normed, and one long state would dominate.
     """
     decoded, proper = decode_rows(stated)
-    apart = ((decoded - rounded(own[:, :NUMBERS])) ** 2).mean(axis=1)
+    apart = ((decoded - rounded(own[:, :FINGERPRINT_NUMBERS])) ** 2).mean(axis=1)
     length = own[:, LENGTH].astype(np.float64)
     with np.errstate(divide="ignore", over="ignore"):
         found = np.sqrt(apart) / np.where(length > 0, length, 1)

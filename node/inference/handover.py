@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import RunManifest
+from ..errors import EngineError, EngineLost, StorageError
 from ..models.model_files import base_layout
-from ..ops.errors import EngineError, EngineLost, StorageError
 from ..weights.adapters import LowRank, check_adapters
 from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
 from ..weights.payload import ordered

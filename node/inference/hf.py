@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ..config.run import EngineConfig
+from ..errors import EngineError, EngineLost, StorageError, one_line
 from ..models.json_files import read_json
-from ..ops.errors import EngineError, EngineLost, StorageError, one_line
-from ..process.tasks import end_tasks
+from ..tasks import end_tasks
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import Changed, State
 from .engine import (

@@ -16,12 +16,11 @@ from types import FrameType
 from typing import Protocol, runtime_checkable
 
 from ..config.engine import EngineConfig
-from ..ops.errors import EngineError, EngineLost, NodeError, named_line
-from ..pipeline.place import StagePlace, decode_place
+from ..errors import EngineError, EngineLost, NodeError, named_line
 from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
 from ..process.spawn import kill_group
-from ..process.tasks import end_tasks
+from ..tasks import end_tasks
 from .engine import EngineStats, Replica
 from .host_messages import (
     FAULT,
@@ -48,6 +47,7 @@ from .host_messages import (
     EngineStage,
     EngineWrite,
 )
+from .place import StagePlace, decode_place
 from .prefill import PrefillRequest
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ class EngineSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     model_dir: str
     fingerprint: str
     place: bytes = b""
-    """Place of a pipeline stage (pipeline/place.py); empty for a whole engine."""
+    """Place of a pipeline stage (inference/place.py); empty for a whole engine."""
     api: ApiOptions | None = None
     """Options of vLLM's OpenAI server; None: it is not started."""
 

@@ -19,12 +19,11 @@ from msgspec.structs import replace
 from ...protocol.manifests import RunManifest
 from ...protocol.recent import RecentDict
 from ..config.engine import EngineConfig
+from ..errors import EngineError, EngineLost, UsageError, first_cause
+from ..gpus import VARIABLE, shown, visible
 from ..memory_plan.memory import check_fits
-from ..ops.errors import EngineError, EngineLost, UsageError, first_cause
-from ..ops.gpus import VARIABLE, shown, visible
-from ..pipeline.place import StagePlace, check_placed, encode_place
 from ..process.spawn import PARENT_VARIABLE
-from ..process.tasks import end_tasks
+from ..tasks import end_tasks
 from ..weights.state import Changed, State
 from .engine import (
     Completion,
@@ -36,6 +35,7 @@ from .engine import (
 )
 from .handover import HostedPolicy, read_adapter_base
 from .host_messages import ApiOptions, EngineSetUp
+from .place import StagePlace, check_placed, encode_place
 from .replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineTimeouts
 from .vllm_arguments import read_shape, resolve_parallel
 

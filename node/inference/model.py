@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..config.engine import Quantization
+from ..errors import EngineError
 from ..models import huggingface
 from ..models.routers import RouterTap
 from ..models.tensors import to_torch, torch_dtype
-from ..ops.errors import EngineError
 from ..weights.state import Changed, State
 from .placement import write
 from .quantization import dequantized_state, is_quantized

@@ -21,9 +21,9 @@ from ..config.engine import (
     STAGES_WITHOUT_ROUTES,
     EngineConfig,
 )
+from ..errors import UsageError
+from ..gpus import torch_without_gpus, visible_memory
 from ..memory_plan.memory import tensor_parallel_on
-from ..ops.errors import UsageError
-from ..ops.gpus import torch_without_gpus, visible_memory
 from .vllm_arguments import (
     has_experts,
     has_linear_attention,

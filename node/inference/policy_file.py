@@ -18,8 +18,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ..gpus import machine_memory
 from ..models.tensors import from_torch, to_torch, torch_dtype
-from ..ops.gpus import machine_memory
 from ..weights.adapters import PREFIX, WEIGHT, A, B, add_product
 from ..weights.checkpoint import read_flat
 from ..weights.state import memory_threads

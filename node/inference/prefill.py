@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ...protocol.rollouts import FINGERPRINT_NUMBERS
 from ..models.support import NO_SUPPORT, stack_supports
-from .fingerprint import NUMBERS
 
 PREFILL = "primerl_prefill"
 """Key of SamplingParams.extra_args: [key of the request, temperature, top_k, top_p, claims as bytes, width]."""
 MARGIN, LOGPROB, ROUTING, ROUTING_MARGIN, PROJECTED = range(5)
-"""Columns of an answer; PROJECTED is the first of NUMBERS."""
-COLUMNS = PROJECTED + NUMBERS
+"""Columns of an answer; PROJECTED is the first of FINGERPRINT_NUMBERS."""
+COLUMNS = PROJECTED + FINGERPRINT_NUMBERS
 
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]

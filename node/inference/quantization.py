@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import EngineError
 from ..models.tensors import from_torch, to_torch
-from ..ops.errors import EngineError
 from ..weights.state import State
 
 FP8 = torch.float8_e4m3fn

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ..config.engine import EngineConfig
-from ..ops.errors import EngineError, EngineLost, NodeError, UsageError
+from ..errors import EngineError, EngineLost, NodeError, UsageError
 from ..process.child_process import EXIT_REASON_S, ChildProcess
 from ..process.exit_reason import CROWDED, LOOK, Causes, exit_reason, known_cause
 from ..process.frames import ProcessMessage
-from ..process.tasks import end_tasks
+from ..tasks import end_tasks
 from .engine import Completion, EngineStats, GenerateRequest, WeightsFault, Written
 from .handover import HostedPolicy
 from .host_messages import (

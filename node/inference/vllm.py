@@ -35,8 +35,8 @@ import numpy as np
 
 from ...protocol.manifests import RouteShape
 from ..config.engine import EngineConfig
+from ..errors import EngineError, EngineLost, UsageError, first_cause, named_line
 from ..models.routes import route_columns
-from ..ops.errors import EngineError, EngineLost, UsageError, first_cause, named_line
 from .engine import (
     Completion,
     EngineStats,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..ops.errors import EngineError, UsageError, named_line
+from ..errors import EngineError, UsageError, named_line
 from .host_messages import ApiOptions
 from .vllm_arguments import GREEDY_BELOW, SAMPLING, SERVED
 

@@ -23,6 +23,8 @@ from ...protocol.manifests import KV_BLOCK
 from ..config.engine import SPECULATIVE
 from ..config.paths import expand_home
 from ..config.run import EngineConfig
+from ..errors import BAD_FILE, EngineError, UsageError
+from ..gpus import is_slice, visible, visible_memory
 from ..memory_plan.memory import (
     ELEMENT,
     Device,
@@ -32,8 +34,6 @@ from ..memory_plan.memory import (
     tensor_parallel_on,
 )
 from ..models.architectures import text_config
-from ..ops.errors import BAD_FILE, EngineError, UsageError
-from ..ops.gpus import is_slice, visible, visible_memory
 
 if TYPE_CHECKING:
     from .host_messages import ApiOptions

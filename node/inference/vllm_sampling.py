@@ -30,11 +30,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.manifests import KV_BLOCK, RouteShape
+from ...protocol.rollouts import FINGERPRINT_NUMBERS
 from ..models.device import Mark, download, upload_array
 from ..models.routers import off_route, off_routes, ranked
 from ..models.routes import route_columns
 from ..models.support import join_support, pack_support, split_support
-from .fingerprint import NUMBERS, signs
+from .fingerprint import signs
 from .sampler import Narrowed, SampledTokens, draw
 from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED
 
@@ -273,7 +274,7 @@ class HiddenProjection:
         """Factor still to be applied to the numbers."""
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Project states [n, width] to [n, 1 + NUMBERS] fp32; the first column is free."""
+        """Project states [n, width] to [n, 1 + FINGERPRINT_NUMBERS] fp32; the first column is free."""
         if self._at_once:
             return torch.mm(hidden, self._signs, out_dtype=torch.float32)
         if self._tiled:
@@ -387,7 +388,7 @@ class Recorder:
         self._step_rows = requests * (1 + drafts)
         self._slots = RequestSlots(requests)
         self._projection = HiddenProjection(device, width, dtype) if fingerprint else None
-        self._numbers = 1 if self._projection is None else 1 + NUMBERS
+        self._numbers = 1 if self._projection is None else 1 + FINGERPRINT_NUMBERS
         self._columns = self._numbers
         # np.empty: pages that are never written take no memory
         self._rows = np.empty((requests, length, self._columns), np.float32)

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 
 from ...protocol.manifests import RouteShape
-from ..ops.errors import named_line, one_line
+from ..errors import named_line, one_line
 from ..process.threads import share_python
 from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
 from .placement import ParameterPlacement, PendingWrite, difference, trace

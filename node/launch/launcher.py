@@ -19,12 +19,11 @@ from ..config import loader
 from ..config.paths import expand_home
 from ..config.run import MAX_SEEDS, RunConfig
 from ..environments.allowed import BUNDLED, READS_DATA
+from ..errors import EngineError, NodeError, TicketError, UsageError
+from ..gpus import VARIABLE, shown, usable
 from ..ops.control import NodeState, View, watched
-from ..ops.errors import EngineError, NodeError, TicketError, UsageError
-from ..ops.gpus import VARIABLE, shown, usable
 from ..process.exit_reason import CROWDED
 from ..process.spawn import LoggedProcess
-from ..process.tasks import end_tasks
 from ..storage.chunk_store import CHUNKS
 from ..storage.run_files import (
     LOGS,
@@ -38,6 +37,7 @@ from ..storage.run_files import (
     make_directory,
     write,
 )
+from ..tasks import end_tasks
 from ..verification.bounds import measures_bounds
 from .mps import mps_daemon
 from .placement import GpuPlacement, Names, place

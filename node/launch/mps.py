@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from ..ops.errors import EngineError, UsageError
-from ..ops.gpus import VARIABLE
+from ..errors import EngineError, UsageError
+from ..gpus import VARIABLE
 from ..process.spawn import LoggedProcess, kill_group, leave_with_parent
 
 CONTROL = "nvidia-cuda-mps-control"

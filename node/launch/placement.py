@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from ..config.paths import expand_home
 from ..config.run import LaunchConfig, ModelConfig, RunConfig
+from ..errors import EngineError, UsageError
+from ..gpus import GpuMemory, is_slice, visible_memory
 from ..memory_plan.memory import (
     CONTEXT,
     Device,
@@ -24,8 +26,6 @@ from ..memory_plan.memory import (
 from ..memory_plan.shape import ModelShape, read_shape
 from ..models.architectures import text_config
 from ..models.json_files import read_json
-from ..ops.errors import EngineError, UsageError
-from ..ops.gpus import GpuMemory, is_slice, visible_memory
 
 Names = tuple[str, ...]
 

@@ -15,13 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from ...protocol.rollouts import FINGERPRINT_NUMBERS
 from ..config.engine import EngineConfig
 from ..config.run import RunConfig
 from ..config.training import TrainingConfig
+from ..errors import EngineError, UsageError
+from ..gpus import GpuMemory, visible_memory
 from ..models.architectures import text_config
 from ..models.json_files import read_json
-from ..ops.errors import EngineError, UsageError
-from ..ops.gpus import GpuMemory, visible_memory
 from .shape import ModelShape, read_shape
 
 logger = logging.getLogger(__name__)
@@ -392,9 +393,7 @@ def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:
 
 def _proofs(config: EngineConfig, shape: ModelShape, rows: int) -> int:
     """Compute the bytes of the projection's signs and of `rows` uncollected fingerprints."""
-    from ..inference.fingerprint import NUMBERS
-
-    return (1 + NUMBERS) * (shape.hidden * ELEMENT[config.dtype] + rows * 4)
+    return (1 + FINGERPRINT_NUMBERS) * (shape.hidden * ELEMENT[config.dtype] + rows * 4)
 
 
 def _utilization(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..ops.errors import EngineError
+from ..errors import EngineError
 
 VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of embeddings to it, divided by its ranks
 CHUNK = 64  # tokens that linear attention reads together

@@ -8,9 +8,8 @@ from typing import Literal
 
 from ...protocol.manifests import RunManifest
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
-from ..ops.errors import EngineError
-from ..ops.gpus import GpuMemory, machine_memory, usable, visible_memory
-from ..pipeline.planner import Costs, PlanLimits
+from ..errors import EngineError
+from ..gpus import GpuMemory, machine_memory, usable, visible_memory
 from ..storage.chunk_store import Store
 from .memory import (
     ELEMENT,
@@ -23,6 +22,7 @@ from .memory import (
     tensor_parallel,
     uncounted,
 )
+from .planner import Costs, PlanLimits
 from .shape import VOCABULARY_MULTIPLE, ModelShape, read_shape
 
 logger = logging.getLogger(__name__)

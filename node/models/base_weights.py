@@ -23,7 +23,7 @@ from ...protocol.manifests import (
 )
 from ...protocol.version import MAX_CHUNK, MIB
 from ..config.training import LoraConfig
-from ..ops.errors import BAD_FILE, EngineError
+from ..errors import BAD_FILE, EngineError
 from ..storage.chunk_store import Store, read_chunk
 from ..weights.adapters import adapter_shapes
 from ..weights.checkpoint import write_checkpoint

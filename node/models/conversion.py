@@ -14,7 +14,7 @@ from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..ops.errors import EngineError, UsageError, one_line
+from ..errors import EngineError, UsageError, one_line
 from ..storage.partial import whole_directory
 from ..storage.run_files import written_to_model
 from . import huggingface

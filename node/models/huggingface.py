@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.paths import expand_home
 from ..config.run import ModelCreateConfig
-from ..ops.errors import EngineError, StorageError, named_line, one_line
+from ..errors import EngineError, StorageError, named_line, one_line
 from ..storage.run_files import make_directory
 from ..weights.state import FLOATS, State
 from .json_files import read_json

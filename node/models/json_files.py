@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..ops.errors import BAD_FILE, EngineError
+from ..errors import BAD_FILE, EngineError
 
 INDEX = "model.safetensors.index.json"
 """Name of the file that says which tensor is in which file."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...crypto.hashing import short
-from ..ops.errors import EngineError, one_line
+from ..errors import EngineError, one_line
 from ..storage.partial import whole_directory
 from ..storage.run_files import written_to_model
 from ..weights.replica import prove

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...protocol.manifests import RouteShape
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from . import huggingface
 
 ROUTERS = ("gate", "router")

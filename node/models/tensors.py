@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from ..weights.state import BITS, State, Tensor
 
 if TYPE_CHECKING:

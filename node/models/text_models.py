@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ..config.paths import home_directory
-from ..ops.errors import EngineError, StorageError, one_line
+from ..errors import EngineError, StorageError, one_line
+from ..removal import remove_own
 from ..storage.partial import sync, sync_tree
-from ..storage.removal import remove_own
 from .json_files import INDEX, read_json
 from .tokenizer_files import TEMPLATE_FOLDER
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ..ops.errors import BAD_FILE, EngineError, one_line
+from ..errors import BAD_FILE, EngineError, one_line
 from .json_files import read_json
 
 SPECIAL_NAMES = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())

@@ -1,1 +1,1 @@
-"""Operating a node: errors, logs, metrics, status, control socket, doctor, explain, summary."""
+"""Operating a node: logs, metrics, status, control socket. What every node does."""

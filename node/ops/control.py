@@ -21,11 +21,11 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ..config.paths import home_directory
-from ..process.tasks import end_tasks
-from ..process.unix_sockets import connected, remove_socket, short
-from .errors import BusyError, NetworkError, NodeError
+from ..errors import BusyError, NetworkError, NodeError
+from ..process.unix_sockets import answers, connected, remove_socket, short
+from ..storage.run_files import socket_path
+from ..tasks import end_tasks
 
-SOCKET_NAME = "control.sock"
 MAX_LINE = 4 * 1024 * 1024
 ASK_TIMEOUT_S = 10.0
 
@@ -263,11 +263,6 @@ class Status(msgspec.Struct, kw_only=True):
     """Seconds by phase."""
 
 
-def socket_path(data_dir: Path) -> Path:
-    """Return the path of a data directory's control socket."""
-    return data_dir / SOCKET_NAME
-
-
 class ControlServer:
     """Answer commands of the local user."""
 
@@ -281,7 +276,7 @@ class ControlServer:
         """Listen. Raises BusyError if a node already answers there."""
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._path.exists():
-            if _answers(self._path):
+            if answers(self._path):
                 raise BusyError(
                     f"a node already runs in {self._path.parent}: stop it, or choose another --data-dir"
                 )
@@ -370,14 +365,6 @@ def _read_line(connection: socket.socket) -> bytes:
             break
         parts.append(part)
     return b"".join(parts)
-
-
-def _answers(path: Path) -> bool:
-    try:
-        connected(path, 1.0).close()
-    except OSError:
-        return False
-    return True
 
 
 Row = TypeVar("Row")

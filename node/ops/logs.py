@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.run import LogConfig
-from .errors import file_error
+from ..errors import file_error
 
 QUIET = (
     "asyncio",

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from .errors import file_error
+from ..errors import file_error
 from .strict_json import to_json
 
 if TYPE_CHECKING:  # a process that measures phases alone starts in half the time without the config

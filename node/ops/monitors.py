@@ -24,9 +24,9 @@ from pydantic_config import BaseConfig
 
 from ..config.monitors import MonitorsConfig
 from ..config.run import OwnRunConfig
+from ..errors import StorageError, UsageError, file_error
 from ..process.background import BackgroundThread
 from ..storage.run_files import LOGS, write
-from .errors import StorageError, UsageError, file_error
 
 logger = logging.getLogger(__name__)
 

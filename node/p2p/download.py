@@ -20,7 +20,7 @@ from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ChunkRef
 from ...protocol.messages import MAX_WATCHED
-from ..ops.errors import NetworkError, StorageError
+from ..errors import NetworkError, StorageError
 from ..storage.chunk_store import Store
 from .chunk_client import ChunkClient, ChunkSource, KeptInLine, PeerPaths
 from .connections import ConnectionPool

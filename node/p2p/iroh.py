@@ -22,7 +22,7 @@ from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol.recent import RecentDict
 from ...protocol.version import KIB, MAX_ADDRESSES, MIB
-from ..process.tasks import end_tasks
+from ..tasks import end_tasks
 from .limits import TokenBuckets, network_of
 from .transport import (
     AddressInUse,

@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 from ...protocol.errors import Reason
 from ...protocol.manifests import ChunkRef
 from ...protocol.version import KIB
-from ..ops.errors import UsageError
+from ..errors import UsageError
 from .chunk_client import ChunkSource
 from .rpc import Refused, TooSlow
 from .transport import StreamClosed, TransportError, Unreachable

@@ -26,8 +26,8 @@ from ...protocol.messages import (
     WatchChunks,
 )
 from ...protocol.recent import RecentDict
-from ..process.tasks import end_tasks
 from ..storage.chunk_store import Store
+from ..tasks import end_tasks
 from .connections import Handler, answer_stream
 from .discovery import StreamCarrier
 from .limits import Pacer, TokenBuckets

@@ -21,7 +21,7 @@ from ...protocol.messages import Accepted, Goodbye, Message
 from ...protocol.trust import Equivocation, EquivocationProof
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
 from ..config.run import NodeConfig
-from ..ops.errors import BusyError, NodeError, RunFailed, TicketError
+from ..errors import BusyError, NodeError, RunFailed, TicketError
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger
 from .connections import ConnectionPool, Gate, Handler, Router, no_gate, no_pipelines

@@ -3,8 +3,8 @@
 import time
 
 from ...crypto.hashing import short
+from ..errors import printable
 from ..ops.control import PeerRow, Status
-from ..ops.errors import printable
 from .peers import Peer
 from .services import NodeServices
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.pipelines import Encoding
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from .frames import Array
 
 _E4M3_MAX = 448.0

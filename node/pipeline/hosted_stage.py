@@ -8,11 +8,11 @@ import sys
 from typing import Protocol
 
 from ..config.engine import EngineConfig
+from ..errors import EngineError, EngineLost
 from ..inference.engine import Completion, Engine, EngineStats, GenerateRequest
 from ..inference.hosted import HostedEngine
-from ..ops.errors import EngineError, EngineLost
+from ..inference.place import NOT_STAGE_0, PROGRAM_MODULE, StagePlace
 from .micro_batches import LaneStats
-from .place import NOT_STAGE_0, PROGRAM_MODULE, StagePlace
 
 
 class HeadEngine(Engine, Protocol):

@@ -22,9 +22,9 @@ from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import Refused, receive_reply, send
 from ..p2p.transport import Connection, Stream, TransportError
 from ..p2p.waiting import Notifier
-from ..process.tasks import end_tasks
 from ..process.unix_sockets import remove_socket
 from ..process.unix_sockets import short as short_path
+from ..tasks import end_tasks
 from .frames import BEAT, FrameLimits, Packet, read_packet
 
 MAX_FRAMES = 80

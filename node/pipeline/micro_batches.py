@@ -16,7 +16,7 @@ from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from .frames import MAX_WORDS, Frame, Kind
 from .ports import Port, PortClosed, PortTimeout
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ...protocol.errors import LocalProtocolError, RemoteProtocolError
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from ..process.unix_sockets import connected
 from .frames import (
     PREFIX_BYTES,

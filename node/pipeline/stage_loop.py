@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from .frames import Frame, Kind, fault_frame
 from .ports import DEPTH, Port, PortClosed
 

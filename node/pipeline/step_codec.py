@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import msgspec
 
 from ...protocol.pipelines import PipelineShape
+from ..errors import BAD_FILE, EngineError
 from ..inference.vllm_arguments import SAMPLING
-from ..ops.errors import BAD_FILE, EngineError
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
 Key = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from ..ops.errors import EngineError, named_line
+from ..errors import EngineError, named_line
 
 logger = logging.getLogger(__name__)
 

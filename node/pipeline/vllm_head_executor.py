@@ -23,12 +23,12 @@ from vllm.v1.executor.abstract import Executor  # pyright: ignore
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput  # pyright: ignore
 
 from ...protocol.pipelines import PipelinePlan
+from ..errors import EngineError
+from ..inference.place import check_passes, read_place
 from ..inference.vllm_arguments import SAMPLING
-from ..ops.errors import EngineError
 from ..process.threads import share_python
 from .frames import Frame, FrameLimits
 from .micro_batches import LaneAssignment, MicroBatches, RingClient, is_ready, without
-from .place import check_passes, read_place
 from .ports import Port, SplitPort
 from .step_codec import StepEncoder, check_drawn, decode_drawn, draws, encode
 from .vllm_followers import Followers, RankPipes

@@ -21,6 +21,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..config.engine import EngineConfig
+from ..errors import EngineError, EngineLost, named_line
 from ..inference.engine import (
     Completion,
     EngineStats,
@@ -29,13 +30,7 @@ from ..inference.engine import (
     Written,
     find_fingerprint,
 )
-from ..inference.vllm import START_FAULTS, VllmCore, join_checks, prepare_library
-from ..inference.vllm_arguments import read_shape
-from ..memory_plan.memory import tensor_parallel
-from ..ops.errors import EngineError, EngineLost, named_line
-from ..process.tasks import end_tasks
-from .frames import FrameLimits
-from .place import (
+from ..inference.place import (
     NOT_STAGE_0,
     START_SHARE,
     StagePlace,
@@ -43,6 +38,11 @@ from .place import (
     environment_of,
     placed_arguments,
 )
+from ..inference.vllm import START_FAULTS, VllmCore, join_checks, prepare_library
+from ..inference.vllm_arguments import read_shape
+from ..memory_plan.memory import tensor_parallel
+from ..tasks import end_tasks
+from .frames import FrameLimits
 from .ports import Port, PortClosed, SocketPort
 from .stage_loop import serve
 from .vllm_followers import FAILED

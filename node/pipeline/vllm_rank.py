@@ -25,8 +25,8 @@ from vllm.utils import network_utils  # pyright: ignore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor  # pyright: ignore
 from vllm.v1.worker import gpu_model_runner  # pyright: ignore
 
-from ..ops.errors import EngineError
-from .place import StagePlace, check_passes, read_place
+from ..errors import EngineError
+from ..inference.place import StagePlace, check_passes, read_place
 from .vllm_followers import FAILED, Followers, end_with_first, serve_calls
 from .vllm_runner import LaneBatches, record_batch_arguments
 

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..errors import EngineError
 from ..inference.sampler import SampledTokens
 from ..inference.vllm_sampling import Recorder, SampledStep, StepRequests
 from ..models.device import Mark, download
-from ..ops.errors import EngineError
 from .frames import FINGERPRINT_BYTES
 from .trails import BadTrail, check
 

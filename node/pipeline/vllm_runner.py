@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.pipelines import Encoding
+from ..errors import EngineError
 from ..inference.boundary_states import pack_projected, project
 from ..models.device import Mark, download, upload_array
-from ..ops.errors import EngineError
 from .activations import arrays, codes, rounded
 from .frames import Array
 from .step_codec import SequencePart, draws

@@ -22,16 +22,16 @@ from vllm.v1.core.sched.output import (  # pyright: ignore
     SchedulerOutput,
 )
 
+from ..errors import EngineError
 from ..inference.boundary_states import agrees, project
+from ..inference.place import StagePlace, read_place
 from ..inference.policy_file import PolicyFile
 from ..inference.vllm_arguments import SAMPLING
 from ..inference.vllm_sampling import read_step
 from ..inference.vllm_worker import Staged, WorkerExtension
 from ..models.device import Mark, download
-from ..ops.errors import EngineError
 from . import activations, trails
 from .frames import Array, Frame, FrameLimits, Kind
-from .place import StagePlace, read_place
 from .ports import SocketOutlet
 from .stage_loop import Later
 from .step_codec import (

@@ -21,11 +21,11 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ..ops.errors import NodeError
+from ..errors import NodeError
+from ..tasks import end_tasks
 from .exit_reason import LOOK, exit_reason
 from .frames import MAX_FRAME, ProcessMessage, frame, read_frames
 from .spawn import LogTail, kill_group, start_process, to_the_end
-from .tasks import end_tasks
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, listen
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from ..ops.errors import EngineError
-from ..storage.removal import remove_scratch
+from ..errors import EngineError
+from ..removal import remove_scratch
 from .frames import HEAD_BYTES, MAX_FRAME, ProcessMessage, body_length, frame, read_frames
 from .spawn import EXIT_ORPHANED, leave_with_parent
 from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, ProcessHello, connected

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..ops.errors import NodeError, StorageError
+from ..errors import NodeError, StorageError
 from .frames import read_frame
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,15 @@ def connected(path: Path, timeout_s: float | None = None) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def answers(path: Path) -> bool:
+    """Return whether a process listens at `path`; a socket that a killed one left does not answer."""
+    try:
+        connected(path, 1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 async def listen(path: Path, token: str) -> tuple[asyncio.Server, "asyncio.Future[Streams]"]:

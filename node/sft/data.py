@@ -33,7 +33,7 @@ from ..config.sft import DataConfig, SftConfig
 from ..config.training import MixedSftConfig, RowsConfig
 from ..environments.chat import DATE, ChatFormat, dated
 from ..environments.environment import Demonstration, Environment, EnvironmentFailed, Split
-from ..ops.errors import NetworkError, RunFailed, StorageError, UsageError, one_line
+from ..errors import NetworkError, RunFailed, StorageError, UsageError, one_line
 from ..training.backend import Sample
 from .rows import FIELDS, BadRow, LostPart, read_row
 from .tokens import RendererTokenizer, TemplateTokenizer, Tokens, open_renderer

@@ -17,7 +17,7 @@ import msgspec
 
 from ..config.run import ResumeConfig
 from ..config.sft import SftConfig
-from ..ops.errors import BAD_FILE, RunFailed, StorageError, UsageError
+from ..errors import BAD_FILE, RunFailed, StorageError, UsageError
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import Monitors
 from ..storage.run_files import CHECKPOINTS, METRICS, weights_dir

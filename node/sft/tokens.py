@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ..environments.chat import ChatFormat, same_length
 from ..environments.environment import EnvironmentFailed
 from ..environments.marks import TemplateFault
+from ..errors import UsageError, one_line
 from ..models import huggingface
-from ..ops.errors import UsageError, one_line
 from .rows import BadRow, Conversation, LostPart, Message, RawText
 
 if TYPE_CHECKING:

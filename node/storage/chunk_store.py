@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Protocol
 
 from ...crypto.hashing import DIGEST_BYTES, digest, short
-from ..ops.errors import ADVICE, StorageError, file_error
+from ..errors import ADVICE, StorageError, file_error
 from .partial import sync
 
 logger = logging.getLogger(__name__)

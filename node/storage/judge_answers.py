@@ -7,7 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from ..ops.errors import StorageError
+from ..errors import StorageError
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS answers (

@@ -23,7 +23,7 @@ from typing import IO, ParamSpec, TypeVar
 from ...crypto.hashing import digest as digest_of
 from ...crypto.hashing import short
 from ...protocol.manifests import Ticket
-from ..ops.errors import BAD_FILE, BusyError, StorageError, file_error, one_line
+from ..errors import BAD_FILE, BusyError, StorageError, file_error, one_line
 
 logger = logging.getLogger(__name__)
 

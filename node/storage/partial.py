@@ -5,8 +5,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..ops.errors import StorageError, file_error
-from .removal import Known, remove_made, remove_own
+from ..errors import StorageError, file_error
+from ..removal import Known, remove_made, remove_own
 
 PARTIAL = ".partial"
 """Suffix of what is being written, or was when the node died."""

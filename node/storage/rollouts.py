@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..ops.errors import BAD_FILE, StorageError, file_error
+from ..errors import BAD_FILE, StorageError, file_error
 from .partial import whole_file
 from .run_files import make_directory
 

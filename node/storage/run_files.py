@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ..ops.control import ask, socket_path
-from ..ops.errors import BAD_FILE, BusyError, NetworkError, StorageError, UsageError, file_error
+from ..errors import BAD_FILE, BusyError, StorageError, UsageError, file_error
+from ..process.unix_sockets import answers
+from ..removal import remove_tree, some
 from .partial import whole_file
-from .removal import remove_tree, some
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ MARK = ".primerl-run"
 """File that a run writes into its directory before anything else."""
 MARK_TEXT = "primerl-node wrote the files of a run here; --clean removes those, and nothing else.\n"
 BEGUN = re.compile(r"begun (\d{4}-\d\d-\d\d)")
+CONTROL_SOCKET = "control.sock"
 IN_CONFIG = {"name", "output_dir", "seed"}
 """Keys that every config.json of a run has: the mark of directories from before there was one."""
 MAX_CONFIG = 1 << 20
@@ -306,15 +307,15 @@ def _is_own_worker(data_dir: Path) -> bool:
     return (data_dir / SETTINGS).is_file()
 
 
+def socket_path(data_dir: Path) -> Path:
+    """Return the path of a data directory's control socket."""
+    return data_dir / CONTROL_SOCKET
+
+
 def check_free(run_dir: Path) -> None:
     """Check that no node answers in a run's directory or right below it. Raises BusyError."""
     for data_dir in (run_dir, *run_dir.iterdir()):
-        if not socket_path(data_dir).exists():
-            continue
-        try:
-            ask(data_dir, "status")
-        except NetworkError:
-            continue  # a socket that a killed node left
-        raise BusyError(
-            f"a node still runs in {data_dir}: `primerl-node stop --data-dir {data_dir}` ends it"
-        )
+        if answers(socket_path(data_dir)):
+            raise BusyError(
+                f"a node still runs in {data_dir}: `primerl-node stop --data-dir {data_dir}` ends it"
+            )

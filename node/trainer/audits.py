@@ -45,7 +45,7 @@ from ...protocol.validators import (
     decode_records,
     encode_records,
 )
-from ..ops.errors import EngineError, StorageError, UsageError
+from ..errors import EngineError, StorageError, UsageError
 from ..p2p.rpc import send
 from ..p2p.transport import Stream, TransportError
 from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES

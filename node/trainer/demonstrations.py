@@ -14,7 +14,7 @@ from ..environments.chat import ChatFormat
 from ..environments.chat_api import ApiUnavailable, ChatApi
 from ..environments.environment import Environment, EnvironmentFailed, ScoreMismatch, Task
 from ..environments.policies import PlayFailed
-from ..ops.errors import RunFailed, UsageError
+from ..errors import RunFailed, UsageError
 from ..sft.data import DataCursor, MixedReader
 from ..training.backend import Sample
 from ..training.buffer import RolloutGroup

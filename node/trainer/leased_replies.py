@@ -29,8 +29,8 @@ from ...protocol.rollouts import (
 )
 from ..config.run import RunConfig
 from ..environments.leased_prompts import LeasedPrompts
+from ..errors import EngineError, EngineLost
 from ..inference.engine import Completion, EngineStats, GenerateRequest
-from ..ops.errors import EngineError, EngineLost
 from ..training.buffer import RolloutBuffer
 from ..verification.verifier import Verified, Verifier
 from ..weights.state import Changed, State

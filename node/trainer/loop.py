@@ -18,8 +18,8 @@ import msgspec
 from ...crypto.hashing import short
 from ...protocol.errors import Reason
 from ..config.run import RunConfig
+from ..errors import RunFailed
 from ..evaluation.online import OnlineEvaluation
-from ..ops.errors import RunFailed
 from ..ops.metrics import MetricsLog
 from ..storage.run_files import CHECKPOINTS, weights_dir
 from ..training.advantages import CreditedBatch, credit, has_equal_rewards

@@ -21,12 +21,12 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import MAX_RECORDS, OfferStage, StagePlanned, StageWait
 from ...protocol.pipelines import PipelinePlan, StageOffer
 from ...protocol.recent import RecentDict
+from ..errors import EngineError
+from ..memory_plan.planner import Offered, fits, is_measured, make_plan, replace, ring_ms
 from ..memory_plan.stages import CutModel
 from ..ops.control import GroupRow
-from ..ops.errors import EngineError
 from ..p2p.limits import TokenBuckets
 from ..p2p.services import NodeServices
-from ..pipeline.planner import Offered, fits, is_measured, make_plan, replace, ring_ms
 from ..storage.ledger import readable
 
 MAX_OFFERS = 256

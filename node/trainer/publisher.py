@@ -27,7 +27,7 @@ from ...protocol.manifests import (
 )
 from ...protocol.messages import HeadNotice
 from ...protocol.version import MAX_MANIFEST
-from ..ops.errors import StorageError
+from ..errors import StorageError
 from ..p2p.services import NodeServices
 from ..storage.chunk_store import read_chunk
 from ..training.backend import Snapshot

@@ -32,11 +32,11 @@ from ..config.run import EngineConfig, EnvironmentConfig, RunConfig, SamplingCon
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts, options_of
 from ..environments.chat import DATE, dated
+from ..errors import StorageError, UsageError
 from ..inference.numerics import check_keeps, check_quantized
 from ..inference.vllm_arguments import read_shape
 from ..models import base_weights
 from ..models.model_files import contract_files, position_count, view_state
-from ..ops.errors import StorageError, UsageError
 from ..storage.chunk_store import Store
 from ..storage.ledger import MANIFEST, Ledger
 from ..verification.bounds import proof_contract

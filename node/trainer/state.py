@@ -14,7 +14,7 @@ from ...crypto.hashing import short
 from ...protocol.leases import Lease, LeaseBook, TaskQueue
 from ...protocol.reputation import Reputation, ReputationSnapshot
 from ...protocol.rollouts import Submission
-from ..ops.errors import BAD_FILE, StorageError
+from ..errors import BAD_FILE, StorageError
 from ..ops.metrics import PhaseClock
 from ..sft.data import DataCursor
 from ..storage.ledger import Ledger, readable

@@ -24,7 +24,7 @@ from ...protocol.manifests import ProofContract
 from ...protocol.messages import SubmitOffer
 from ...protocol.reputation import BanTest
 from ...protocol.rollouts import Receipt, Submission, Verdict
-from ..ops.errors import StorageError, first_cause
+from ..errors import StorageError, first_cause
 from ..p2p.transport import Stream
 from ..p2p.uploads import UploadReceiver
 from ..storage.ledger import QueuedSubmission

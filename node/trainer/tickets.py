@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...protocol import tickets
 from ...protocol.manifests import Ticket
-from ..ops.errors import StorageError, UsageError
+from ..errors import StorageError, UsageError
 from ..p2p.services import NodeServices
 from ..storage.ledger import IssuedTicket
 from ..storage.run_files import write_private

@@ -29,8 +29,8 @@ from ...protocol.numerics import NumericsClass
 from ...protocol.reputation import Reputation
 from ...protocol.retirement import read_retirement
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
+from ..errors import UsageError, printable
 from ..memory_plan.stages import CutModel
-from ..ops.errors import UsageError, printable
 from ..p2p.gossip import read_record
 from ..p2p.limits import TokenBuckets
 from ..p2p.peers import Tier

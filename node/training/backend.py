@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config.training import TrainingConfig
-from ..ops.gpus import is_on_gpu
+from ..gpus import is_on_gpu
 from ..weights.state import Changed, State
 
 

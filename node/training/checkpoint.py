@@ -16,9 +16,9 @@ import msgspec
 
 from ...crypto.hashing import digest_parts
 from ..config.run import ResumeConfig
-from ..ops.errors import BAD_FILE, NodeError, StorageError, UsageError
+from ..errors import BAD_FILE, NodeError, StorageError, UsageError
+from ..removal import remove_made, remove_tree
 from ..storage.partial import PARTIAL, REPLACED, sync, sync_tree, whole_directory
-from ..storage.removal import remove_made, remove_tree
 from ..storage.run_files import written_to_checkpoint
 from .backend import TrainBackend
 

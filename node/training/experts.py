@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...protocol.manifests import RouteShape
+from ..errors import EngineError
 from ..models.device import upload_array
 from ..models.routers import ReplayedRoutes, mixtures
 from ..models.routes import route_fault, unpack_routes
-from ..ops.errors import EngineError
 from .packing import MicroBatch
 from .world import World
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ..errors import EngineError, StorageError
 from ..models.tensors import torch_dtype
-from ..ops.errors import EngineError, StorageError
 from ..weights.state import BITS, numel
 from .backend import Snapshot
 from .gather import Policy, Source, TensorPiece, named_sources

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from ..config.run import TrainingConfig
-from ..ops.errors import EngineError
-from ..process.tasks import end_tasks
+from ..errors import EngineError
+from ..tasks import end_tasks
 from ..weights.state import State
 from .backend import SampleTerms, Snapshot
 from .operations import (

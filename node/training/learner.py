@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from ..config.training import LossConfig, TrainingConfig
+from ..errors import EngineError, StorageError
 from ..models import huggingface, model_files
 from ..models.device import upload_array
 from ..models.support import support_fault
 from ..models.tensors import bf16_state
-from ..ops.errors import EngineError, StorageError
 from ..weights.state import State
 from . import lora
 from .backend import (

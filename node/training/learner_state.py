@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from ..ops.errors import BAD_FILE, StorageError
+from ..errors import BAD_FILE, StorageError
 from ..storage.partial import partial_of, whole_directory
 from ..storage.run_files import written_by_learner
 from .world import RankChannel

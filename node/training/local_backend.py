@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from ..config.training import TrainingConfig
-from ..ops.errors import EngineError, one_line
+from ..errors import EngineError, one_line
 from ..weights.state import State
 from .backend import SampleTerms, Snapshot
 from .operations import LearnerBackend, LearnerCall

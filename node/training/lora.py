@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ...crypto.hashing import derive
 from ..config.training import LoraConfig
+from ..errors import EngineError
 from ..models import model_files
 from ..models.tensors import bf16_state, to_torch
-from ..ops.errors import EngineError
 from ..storage.partial import whole_directory
 from ..storage.run_files import written_to_model
 from ..weights.adapters import PREFIX, merge

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config.training import LossConfig
-from ..ops.errors import UsageError
+from ..errors import UsageError
 
 TOKENS = "loss/mean"
 """Metric of every trained token: its count is the number of tokens."""

@@ -21,12 +21,12 @@ from torch.utils.checkpoint import (
 )
 
 from ..config.training import TrainingConfig
+from ..errors import EngineError
 from ..models import huggingface
 from ..models.architectures import untrainable
 from ..models.device import upload_array
 from ..models.json_files import read_json
 from ..models.tensors import torch_dtype
-from ..ops.errors import EngineError
 from . import attention, experts, linear_attention
 from .attention_kernels import Layout
 from .experts import ExpertLoad, RouterReplay

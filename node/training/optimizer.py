@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..config.training import TrainingConfig
-from ..ops.errors import UsageError
+from ..errors import UsageError
 
 
 def learning_rate(config: TrainingConfig, step: int, max_steps: int) -> float:

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import EngineError, one_line
 from ..models.architectures import ARCHITECTURES, keys_to_compare, strange_tensors, untrainable
 from ..models.json_files import read_json
-from ..ops.errors import EngineError, one_line
 
 NATS = 1e-4
 """Most that a logprob may differ by; rounding in fp32 is below 2e-5."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ..config.training import TrainingConfig
-from ..ops.errors import EngineError, StorageError
+from ..errors import EngineError, StorageError
 from ..process.frames import ProcessMessage
 from ..process.serve import ParentGone, ParentSocket
 from ..process.spawn import die_with_parent

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config.training import TrainingConfig
-from ..ops.errors import EngineError, RankFailed, StorageError, UsageError
+from ..errors import EngineError, RankFailed, StorageError, UsageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import signal_name
 from ..process.frames import ProcessMessage, frame
 from ..process.spawn import end_process, kill_group
-from ..storage.removal import SCRATCH, remove_scratch
+from ..removal import SCRATCH, remove_scratch
 from .rank_messages import (
     ENDED,
     EXIT_LOST,

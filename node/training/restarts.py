@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from ..ops.errors import RankFailed
+from ..errors import RankFailed
 
 logger = logging.getLogger(__name__)
 

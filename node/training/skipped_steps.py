@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Mapping
 
-from ..ops.errors import RunFailed
+from ..errors import RunFailed
 from .backend import RUINED, SKIPPED
 from .checkpoint import Checkpoints
 

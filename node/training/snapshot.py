@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ops.errors import EngineError, StorageError
+from ..errors import EngineError, StorageError
 from ..weights.state import BITS, State, Tensor, numel
 from .backend import Snapshot
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from ..config.run import WarmupConfig
-from ..ops.errors import RunFailed
+from ..errors import RunFailed
 from ..weights.state import State
 from .backend import Example
 from .skipped_steps import MAX_SKIPPED

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config.training import TrainingConfig
-from ..ops.errors import EngineError, StorageError, one_line
+from ..errors import EngineError, StorageError, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ from ...protocol.messages import (
 from ...protocol.rollouts import Submission
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
+from ..errors import EngineError, first_cause
 from ..inference.engine import Completion, EngineStats, GenerateRequest
-from ..ops.errors import EngineError, first_cause
 from ..p2p.rpc import Refused, TooSlow, receive_reply, send
 from ..p2p.services import NodeServices
 from ..p2p.transport import Stream, StreamClosed, TransportError

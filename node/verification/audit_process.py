@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..ops.errors import EngineError, StorageError, one_line
+from ..errors import EngineError, StorageError, one_line
 from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
 from ..weights.checkpoint import read_checkpoint

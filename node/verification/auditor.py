@@ -34,7 +34,7 @@ from ...protocol.pipelines import Encoding, PipelinePlan, check_plan
 from ...protocol.rollouts import Evidence, Submission
 from ..config.engine import Quantization
 from ..environments.environment import Branch
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from ..weights.state import State
 from ..weights.state_history import HeldState
 from .checks import CheckedRollout, sampled_runs

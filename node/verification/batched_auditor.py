@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ...protocol.manifests import RunManifest
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from ..ops.metrics import PhaseClock
 from ..weights.state import State
 from .auditor import AuditItem, Auditor, Measured, SameState, Unreadable

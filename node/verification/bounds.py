@@ -20,8 +20,8 @@ from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import Evidence
 from ..config.engine import Quantization
 from ..config.run import RunConfig
+from ..errors import BAD_FILE, UsageError
 from ..inference.numerics import engine_class
-from ..ops.errors import BAD_FILE, UsageError
 from .auditor import MEASURES
 from .judge import judge
 

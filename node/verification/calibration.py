@@ -29,10 +29,10 @@ from ..config.engine import Quantization
 from ..config.run import EngineConfig, RunConfig
 from ..environments.allowed import environment_contracts
 from ..environments.environment import Environment, Task
+from ..errors import EngineError, NodeError, UsageError
 from ..inference.build import build_engine
 from ..inference.engine import Completion, Engine, GenerateRequest
 from ..models import huggingface
-from ..ops.errors import EngineError, NodeError, UsageError
 from ..weights.state import State
 from .auditor import (
     AuditItem,

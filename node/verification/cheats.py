@@ -13,9 +13,9 @@ import numpy as np
 
 from ...protocol.manifests import ProofContract, RunManifest
 from ...protocol.rollouts import Evidence
+from ..errors import EngineError
 from ..inference.fingerprint import Projection
 from ..models.support import pack_support
-from ..ops.errors import EngineError
 from ..weights.state import State, Tensor, floats
 from .auditor import AuditItem, AuditTarget, SampledSpan
 from .bounds import SUSPECT, at_least

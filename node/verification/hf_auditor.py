@@ -16,9 +16,9 @@ from typing import Literal
 
 from ...protocol.manifests import RunManifest
 from ..config.engine import EXACT_NEEDS_VLLM, KEPT_NEEDS_VLLM, EngineConfig
+from ..errors import EngineError
 from ..inference.handover import shared_file
 from ..models.model_files import vocab_size
-from ..ops.errors import EngineError
 from ..process.child_process import ChildProcess
 from ..process.spawn import PARENT_VARIABLE
 from ..weights.state import State

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from ..ops.errors import EngineError, NodeError
+from ..errors import EngineError, NodeError
 from .auditor import AuditItem, Unreadable
 
 logger = logging.getLogger(__name__)

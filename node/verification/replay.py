@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.pipelines import Encoding
+from ..errors import EngineError
 from ..inference.boundary_states import project
 from ..inference.fingerprint import COLUMNS, signs
 from ..inference.model import LanguageModel
@@ -29,7 +30,6 @@ from ..models.model_files import layer_count, read_base
 from ..models.routers import off_route, off_routes
 from ..models.routes import unpack_routes
 from ..models.support import NO_SUPPORT, unpack_supports
-from ..ops.errors import EngineError
 from ..pipeline.activations import rounded
 from ..weights.adapters import merge
 from ..weights.state import State, state_bytes

@@ -44,7 +44,7 @@ from ..environments.environment import (
     Task,
 )
 from ..environments.leased_prompts import of_lease
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
 from .auditor import (

@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from ...protocol.manifests import KV_BLOCK, RouteShape, RunManifest
 from ..config.engine import SPECULATIVE
 from ..config.run import EngineConfig
+from ..errors import EngineError, EngineLost, NodeError, first_cause
 from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
 from ..inference.host_messages import EngineSetUp
 from ..inference.hosted import environments_of
@@ -76,7 +77,6 @@ from ..inference.vllm_arguments import (
 from ..memory_plan.memory import ELEMENT
 from ..models.model_files import layer_count, vocab_size
 from ..models.support import unpack_support
-from ..ops.errors import EngineError, EngineLost, NodeError, first_cause
 from ..weights.adapters import changes
 from ..weights.state import Changed, State, memory_threads
 from ..weights.state_history import HeldState, between, known_changes, layout

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ops.errors import EngineError
+from ..errors import EngineError
 from .blocks import where
 from .payload import ordered
 from .state import BITS, Changed, State, Tensor

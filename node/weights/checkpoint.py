@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ops.errors import StorageError
+from ..errors import StorageError
 from ..storage.chunk_store import Disk, write_atomic
 from .state import BITS, State, Tensor, numel
 

@@ -33,11 +33,11 @@ from ...protocol.reputation import WRONG_CLASS, Trust
 from ...protocol.rollouts import Submission, Verdict
 from ..config.engine import EngineConfig
 from ..environments.environment import Environment, EnvironmentGivenUp
+from ..errors import EngineError, EngineLost, StorageError
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine, EngineStats
 from ..inference.numerics import numerics_of
 from ..ops.control import EngineRow
-from ..ops.errors import EngineError, EngineLost, StorageError
 from ..p2p.rpc import Refused
 from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError

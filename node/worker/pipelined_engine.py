@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import EngineError, EngineLost
 from ..inference.engine import Completion, EngineStats, GenerateRequest
-from ..ops.errors import EngineError, EngineLost
 from ..pipeline.hosted_stage import HeadEngine
 from ..weights.state import Changed, State
 from .stage import RingSupervisor

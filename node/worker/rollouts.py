@@ -39,9 +39,9 @@ from ..environments.environment import (
 from ..environments.leased_prompts import of_lease
 from ..environments.policies import PlayFailed
 from ..environments.stop_strings import StopStrings, generate_until
+from ..errors import EngineLost, first_cause
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Completion, Engine, GenerateRequest
-from ..ops.errors import EngineLost, first_cause
 from ..verification.checks import late_samples
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from ..p2p.rpc import Refused
 from ..p2p.transport import TransportError
 from ..pipeline.acceptor import LinkAcceptor
 from ..pipeline.ring import Ring, RingFault
-from ..process.tasks import end_tasks
+from ..tasks import end_tasks
 from .stage_offers import AssignedPlan
 from .weight_sync import WeightSync
 

@@ -20,12 +20,12 @@ from ...protocol.messages import OfferStage, StagePlanned, StageWait, SyncRecord
 from ...protocol.pipelines import PipelinePlan, StageOffer, check_plan
 from ...protocol.recent import RecentDict
 from ..config.engine import PIPELINES_NEED_VLLM, EngineConfig, PipelineConfig
+from ..errors import NodeError, UsageError
+from ..gpus import usable
 from ..inference.vllm_arguments import installed_release, resolve_parallel
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import memory_to_offer
 from ..models.json_files import read_json
-from ..ops.errors import NodeError, UsageError
-from ..ops.gpus import usable
 from ..p2p.rpc import Refused
 from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError

@@ -16,8 +16,8 @@ from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
 from ...protocol.messages import GetHeads, Heads, SyncRecords
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
+from ..errors import NetworkError, StorageError
 from ..inference.engine import Engine
-from ..ops.errors import NetworkError, StorageError
 from ..p2p.gossip import read_record
 from ..p2p.heads import FAR_BEHIND, INLINE_MANIFEST
 from ..p2p.peers import PeerTable, Tier

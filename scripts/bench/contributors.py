@@ -41,7 +41,7 @@ from support.lying_holders import LineHolder
 from support.swarm import Running, Swarm, make_model
 from support.witness import Fakes
 
-from primerl.node.ops.errors import NodeError
+from primerl.node.errors import NodeError
 from primerl.node.verification.auditor import Unreadable
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 

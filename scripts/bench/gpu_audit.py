@@ -49,12 +49,12 @@ from support.exact_cases import (
 from support.protocol_cases import played_otherwise
 
 from primerl.node.config.run import EngineConfig, RunConfig
+from primerl.node.errors import NodeError, UsageError
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Engine, GenerateRequest
 from primerl.node.inference.numerics import numerics_of
 from primerl.node.models.model_files import export
 from primerl.node.models.tensors import from_torch, to_torch
-from primerl.node.ops.errors import NodeError, UsageError
 from primerl.node.process.threads import share_python
 from primerl.node.verification.auditor import MEASURES, AuditItem, Auditor, Measured, evidence
 from primerl.node.verification.bounds import SUSPECT, proof_contract

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.engine_cases import blended, sharp
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.errors import NodeError
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import NodeError
 from primerl.node.weights.state import Changed, State
 from primerl.scripts.bench.report import at_most, conclude, make_parser
 

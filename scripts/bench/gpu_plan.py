@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from primerl.node import gpus
 from primerl.node.config.run import EngineConfig
 from primerl.node.config.training import TrainingConfig
 from primerl.node.inference.build import build_engine
@@ -25,7 +26,6 @@ from primerl.node.memory_plan.memory import GIB, Device, plan_engine, plan_learn
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface
 from primerl.node.models.json_files import read_json
-from primerl.node.ops import gpus
 from primerl.scripts.bench.models import SHAPES, make_model
 from primerl.scripts.bench.report import at_most, conclude, make_parser
 

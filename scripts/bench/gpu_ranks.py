@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from primerl.node.config.run import TrainingConfig
 from primerl.node.config.training import FsdpConfig
+from primerl.node.errors import RankFailed
 from primerl.node.models.model_files import vocab_size
-from primerl.node.ops.errors import RankFailed
 from primerl.node.training.backend import TrainBatch
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.rank_group import RankGroup

@@ -56,6 +56,7 @@ from support.exact_cases import (
 from support.protocol_cases import played_otherwise
 
 from primerl.node.config.run import EngineConfig, RunConfig
+from primerl.node.errors import NodeError, UsageError, first_cause, named_line
 from primerl.node.inference.build import ALONE
 from primerl.node.inference.engine import Engine, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
@@ -65,7 +66,6 @@ from primerl.node.inference.replica import PROGRAM, EngineTimeouts
 from primerl.node.inference.vllm_arguments import head_size, is_installed, kv_heads, read_shape
 from primerl.node.models import huggingface
 from primerl.node.models.model_files import layer_count
-from primerl.node.ops.errors import NodeError, UsageError, first_cause, named_line
 from primerl.node.process.threads import share_python
 from primerl.node.verification.auditor import (
     AuditItem,

@@ -37,12 +37,12 @@ from typing import Any
 import numpy as np
 
 from primerl.node.config.run import EngineConfig, JoinConfig
+from primerl.node.errors import NodeError
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, EngineStats, GenerateRequest
 from primerl.node.ops import control
-from primerl.node.ops.errors import NodeError
-from primerl.node.ops.explain import listed
 from primerl.node.process.spawn import PARENT_VARIABLE, kill_group, leave_with_parent
+from primerl.node.reports.explain import listed
 from primerl.node.storage.rollouts import BRIEF, RolloutFiles
 from primerl.node.weights.state import Changed, State, Tensor, floats
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser

@@ -29,6 +29,7 @@ from primerl.node.app.factories import start_iroh
 from primerl.node.config.run import EngineConfig, NetworkConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.inference.place import StagePlace, share_of
 from primerl.node.models.model_files import read_state
 from primerl.node.p2p.connections import Router
 from primerl.node.p2p.peers import PeerTable
@@ -36,7 +37,6 @@ from primerl.node.pipeline.acceptor import LinkAcceptor
 from primerl.node.pipeline.frames import FrameLimits
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
 from primerl.node.pipeline.links import LocalLink
-from primerl.node.pipeline.place import StagePlace, share_of
 from primerl.node.pipeline.ring import Ring
 from primerl.node.process.threads import share_python
 from primerl.protocol.version import ALPN_PIPELINE

@@ -311,8 +311,8 @@ def read_lines(metrics: Path) -> list[dict[str, Any]]:
 
 def ask(data_dir: Path) -> dict[str, Any]:
     """Return the status of a node now, without its long lists; empty before it answers."""
+    from primerl.node.errors import NetworkError
     from primerl.node.ops import control
-    from primerl.node.ops.errors import NetworkError
 
     try:
         status = control.ask(data_dir, "status")

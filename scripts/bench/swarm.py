@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from primerl.node.storage.removal import SCRATCH, remove_scratch
+from primerl.node.removal import SCRATCH, remove_scratch
 from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.state import State, Tensor
 from primerl.scripts.bench.children import Child, ChildFailed

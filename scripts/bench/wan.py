@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from primerl.node.p2p.connections import ConnectionPool
 from primerl.node.p2p.transport import Connection, Stream, TransportError
-from primerl.node.process.tasks import end_tasks
+from primerl.node.tasks import end_tasks
 
 MAX_UNDER_WAY = 4096
 

@@ -25,8 +25,8 @@ from statistics import fmean, median
 from typing import Any
 
 from primerl.node.config.run import ModelCreateConfig
+from primerl.node.errors import NetworkError
 from primerl.node.ops import control
-from primerl.node.ops.errors import NetworkError
 from primerl.scripts.bench.children import Child
 from primerl.scripts.bench.models import SHAPES
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser

@@ -11,7 +11,7 @@ from support.swarm import Swarm, key_of
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.retirement import tell
-from primerl.node.ops.errors import BusyError, TicketError
+from primerl.node.errors import BusyError, TicketError
 from primerl.node.p2p.connections import CONNECTIONS_PER_PEER
 from primerl.node.p2p.rpc import ask
 from primerl.node.storage.ledger import Ledger

@@ -10,7 +10,7 @@ from support.swarm import Swarm
 
 from primerl.node.environments import allowed
 from primerl.node.environments.allowed import EnvironmentNotAllowed
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.protocol.manifests import EnvironmentContract
 
 

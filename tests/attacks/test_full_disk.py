@@ -12,7 +12,7 @@ from support.swarm import Swarm
 from support.waiting import until
 from support.witness import WitnessEngine
 
-from primerl.node.ops.errors import EngineError, StorageError
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.storage.ledger import Ledger
 from primerl.node.worker.weight_sync import RETRY_S
 from primerl.protocol.errors import Reason

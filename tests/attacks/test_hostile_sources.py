@@ -17,7 +17,7 @@ from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.ops.errors import RunFailed
+from primerl.node.errors import RunFailed
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.transport import Stream
 from primerl.node.weights.codec import encode_full

@@ -12,7 +12,7 @@ from support.hostile import Rogue, altered_branch
 from support.witness import Fakes
 
 from primerl.node.ops.control import ask
-from primerl.node.ops.explain import explain, standing
+from primerl.node.reports.explain import explain, standing
 from primerl.node.verification.auditor import Measured, Unreadable
 from primerl.protocol.errors import Reason
 from primerl.protocol.rollouts import Verdict, pack_f32

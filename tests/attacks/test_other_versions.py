@@ -11,7 +11,7 @@ from support.hostile import HostileTrainer, Rogue
 from support.protocol_cases import head
 from support.swarm import Swarm
 
-from primerl.node.ops.errors import NodeError, StorageError, TicketError, UsageError
+from primerl.node.errors import NodeError, StorageError, TicketError, UsageError
 from primerl.node.p2p.rpc import Refused, receive_reply
 from primerl.node.p2p.transport import Stream
 from primerl.node.storage.ledger import Ledger, LedgerView

@@ -31,8 +31,8 @@ from primerl.node.environments.confine import landlock_version
 from primerl.node.environments.environment import EnvironmentFailed, Episode
 from primerl.node.environments.hosted import HostedEnvironment
 from primerl.node.environments.sandbox import SCRATCH_PREFIX, Sandbox, Scratch, choose
+from primerl.node.errors import UsageError
 from primerl.node.inference.engine import Completion
-from primerl.node.ops.errors import UsageError
 
 PROGRAM = (sys.executable, fake.__file__)
 DEADLINE_S = 120.0

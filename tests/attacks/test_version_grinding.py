@@ -14,9 +14,9 @@ from support.hostile import Rogue, say
 from support.swarm import Swarm
 from support.witness import Fakes, WitnessEngine, felt, told
 
+from primerl.node.errors import EngineLost
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.ops.errors import EngineLost
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import PolicyHead
 from primerl.protocol.rollouts import BranchRecord, GroupRecord, Span, pack_f32, unpack_u32

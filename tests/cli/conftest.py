@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from primerl.cli.main import execute
-from primerl.node.ops import gpus, metrics
+from primerl.node import gpus
+from primerl.node.ops import metrics
 from primerl.node.ops.control import Command, ControlServer
 
 

@@ -1,6 +1,6 @@
 import json
 
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 
 from .conftest import Ask, Serve
 

@@ -18,7 +18,7 @@ from primerl.node.config.loader import load, model_in, to_toml
 from primerl.node.config.run import JoinConfig, ResumeConfig, RunConfig
 from primerl.node.config.serving import ServeConfig
 from primerl.node.config.sft import SftConfig
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 
 from .conftest import Ran
 

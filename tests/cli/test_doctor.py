@@ -8,7 +8,7 @@ from support.chat_model import COMPACT, make_chat_model
 from support.sft_cases import QWEN
 
 from primerl.node.environments.confine import landlock_version
-from primerl.node.ops.gpus import TorchBuild
+from primerl.node.gpus import TorchBuild
 
 from .conftest import Cli
 
@@ -205,7 +205,7 @@ def test_kernels_that_compute_a_models_heads_wrongly_are_refused_before_anything
     def build() -> TorchBuild:
         return TorchBuild("2.13.0", "13.0")
 
-    monkeypatch.setattr("primerl.node.ops.gpus.torch_build", build)
+    monkeypatch.setattr("primerl.node.gpus.torch_build", build)
     Path(model, "config.json").write_text(json.dumps(QWEN3_8B | {"head_dim": 64}))
     ran = cli(command, "--model.name", model, *WORKER, *FULL_GRAPHS, *dry)
     ran.refused(7, "heads have size 64, and cudagraph_mode FULL")

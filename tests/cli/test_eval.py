@@ -22,13 +22,13 @@ from primerl.node.config.run import EnvironmentConfig, ModelCreateConfig
 from primerl.node.config.training import LoraConfig
 from primerl.node.environments.chat import DATE
 from primerl.node.environments.environment import Environment, EnvironmentFailed
+from primerl.node.errors import UsageError
 from primerl.node.evaluation.candidates import Candidate, contract, identity, read
 from primerl.node.evaluation.eval_suite import Cell, EvalProgress
 from primerl.node.evaluation.evaluator import Rollout
 from primerl.node.evaluation.statistics import Estimate, summarize
 from primerl.node.models import huggingface, model_files
 from primerl.node.ops.control import Status
-from primerl.node.ops.errors import UsageError
 from primerl.node.storage.run_files import MARK, begun_on, claim
 from primerl.node.training import lora
 from primerl.node.weights.adapters import adapter_shapes, merge

@@ -18,7 +18,7 @@ from support.verdict_cases import (
     tampered,
 )
 
-from primerl.node.ops.explain import MEANINGS, meaning
+from primerl.node.reports.explain import MEANINGS, meaning
 from primerl.node.storage.ledger import MANIFEST, VALIDATORS
 from primerl.protocol.errors import Reason
 from primerl.protocol.rollouts import Blamed, PipelineVerdict

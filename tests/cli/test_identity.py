@@ -7,7 +7,7 @@ import pytest
 from primerl.cli.identity import base58
 from primerl.crypto.keys import KeyFileError, SecretKey
 from primerl.node.app.daemon import load_key
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.protocol.retirement import read_retirement, retire
 
 from .conftest import Ask, Cli, Serve

@@ -11,7 +11,7 @@ from primerl.node.config import prime_rl
 from primerl.node.config.loader import load, merge
 from primerl.node.config.prime_rl import COMMANDS, ImportedConfig, key_table, read_configs
 from primerl.node.environments.allowed import BUNDLED
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 
 from .conftest import Cli
 

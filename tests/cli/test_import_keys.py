@@ -18,7 +18,7 @@ from primerl.node.config import prime_rl
 from primerl.node.config.loader import merge
 from primerl.node.config.prime_rl import COMMANDS, ImportedConfig, read_configs
 from primerl.node.config.training import TrainingConfig
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.node.training.optimizer import learning_rate
 
 DATA = Path(__file__).parent / "data"

@@ -16,8 +16,8 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.app.tickets import remember, run_directory
 from primerl.node.config.run import JoinConfig
 from primerl.node.environments.allowed import EnvironmentNotAllowed, Package
+from primerl.node.errors import TicketError
 from primerl.node.inference.vllm_arguments import is_installed
-from primerl.node.ops.errors import TicketError
 from primerl.node.storage.ledger import Ledger
 from primerl.protocol.manifests import Ticket
 from primerl.protocol.tickets import issue

@@ -13,8 +13,8 @@ from primerl.node.config.loader import load
 from primerl.node.config.run import EnvironmentConfig, OwnSamplingConfig, RunConfig
 from primerl.node.config.training import LossConfig
 from primerl.node.environments.allowed import environment_contracts, options_of
-from primerl.node.ops.doctor import check_environments
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
+from primerl.node.reports.doctor import check_environments
 from primerl.node.trainer.run_manifest import MAX_RUN
 from primerl.node.trainer.scheduler import lease_policy
 from primerl.protocol import manifests, rollouts

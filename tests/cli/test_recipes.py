@@ -11,9 +11,9 @@ from support.repository import ROOT
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
+from primerl.node.gpus import GpuMemory
 from primerl.node.launch.placement import place, planned_shares, shape_of
 from primerl.node.memory_plan.memory import plan_trainer, with_fitting_auditor
-from primerl.node.ops.gpus import GpuMemory
 
 from .conftest import Cli
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from primerl.cli import tables
 from primerl.cli.tables import bounds, bounds_in_one, fitted, group, peers_table, status_lines
+from primerl.node.errors import NodeError
 from primerl.node.ops.control import (
     BoundsRow,
     EngineRow,
@@ -22,7 +23,6 @@ from primerl.node.ops.control import (
     Status,
     register,
 )
-from primerl.node.ops.errors import NodeError
 from primerl.node.storage.run_files import SETTINGS
 
 from .conftest import Ask, Cli, Serve

@@ -4,7 +4,7 @@ import time
 import pytest
 
 from primerl.cli.ticket import seconds
-from primerl.node.ops.errors import NodeError, UsageError
+from primerl.node.errors import NodeError, UsageError
 
 from .conftest import Ask, Cli, Serve
 

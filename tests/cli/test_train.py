@@ -14,8 +14,8 @@ from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.judge import JudgeRunConfig
 from primerl.node.config.loader import load
 from primerl.node.config.run import RunConfig
+from primerl.node.errors import UsageError
 from primerl.node.inference.vllm_arguments import is_installed
-from primerl.node.ops.errors import UsageError
 from primerl.node.storage.run_files import MARK, claim, held
 
 from .conftest import Cli, Ran, torch_is

@@ -25,8 +25,8 @@ from support.auditor_cases import (
 )
 from support.engine_cases import SHAPE, make_qwen3
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.vllm_arguments import is_installed
-from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -11,8 +11,8 @@ from support.fake_rank import gone
 from support.training_cases import DEVICE, FAST, batch, make_model
 
 from primerl.node.config.training import FsdpConfig
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.models.model_files import contract_files, read_state
-from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import TrainBackend, TrainBatch
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.local_backend import LocalBackend

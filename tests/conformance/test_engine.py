@@ -21,13 +21,13 @@ from support.engine_cases import (
 )
 from support.scripted_engine import scripted_hidden
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest, narrowing
 from primerl.node.inference.fingerprint import Hidden, Projection
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.sampler import Narrowed, SampledTokens, draw
 from primerl.node.models import huggingface
 from primerl.node.models.support import pack_support, support_fault
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 DEADLINE_S = 240.0

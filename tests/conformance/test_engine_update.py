@@ -10,8 +10,8 @@ import pytest
 from conformance.engine_factories import Case
 from support.engine_cases import blended, request, varied_requests
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor
 
 DEADLINE_S = 240.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.memory_store import MemoryStore
 
 from primerl.crypto.hashing import digest
-from primerl.node.ops.errors import StorageError
+from primerl.node.errors import StorageError
 from primerl.node.storage.chunk_store import (
     TEMPORARY,
     Disk,

@@ -8,10 +8,10 @@ from support.engine_cases import reference_logprobs
 from support.family_cases import FAMILIES, NOT_RUN, ON_GPUS, PROMPT, make_family, stepped
 
 from primerl.node.config.run import EngineConfig
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.vllm_arguments import check_family, read_shape
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -19,10 +19,10 @@ from support.engine_cases import blended
 from support.waiting import until
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

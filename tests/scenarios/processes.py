@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from primerl.node.errors import NodeError
 from primerl.node.ops import control
-from primerl.node.ops.errors import NodeError
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "early.toml"

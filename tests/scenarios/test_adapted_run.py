@@ -16,10 +16,10 @@ from support.swarm import Running, Swarm
 from primerl.node.app import factories
 from primerl.node.config.run import EngineConfig, EnvironmentConfig, RunConfig
 from primerl.node.environments.environment import Environment
+from primerl.node.errors import UsageError
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import base_weights, model_files
-from primerl.node.ops.errors import UsageError
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.local_backend import LocalBackend
 from primerl.node.weights.adapters import merge

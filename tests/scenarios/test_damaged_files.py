@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.swarm import Running, Swarm, side_by_side
 
-from primerl.node.ops.errors import NodeError, first_cause
+from primerl.node.errors import NodeError, first_cause
 
 STEPS = 60
 KEEP = {"keep_last": 2}

@@ -19,8 +19,8 @@ from support.witness import Fakes, WitnessBackend, trained_ages
 from primerl.node.app.factories import Factories
 from primerl.node.app.trainer import Farewell
 from primerl.node.config.run import RunConfig
+from primerl.node.errors import EngineError, NodeError, RankFailed, StorageError
 from primerl.node.models.model_files import read_state
-from primerl.node.ops.errors import EngineError, NodeError, RankFailed, StorageError
 from primerl.node.training.backend import Snapshot, StepMetrics, TrainBackend, TrainBatch
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.rank_group import RankGroup

@@ -18,7 +18,7 @@ from support.witness import Fakes, WitnessBackend
 from primerl.node.app import rundir
 from primerl.node.app.factories import Factories, MakeLedger
 from primerl.node.config.run import RunConfig
-from primerl.node.ops.errors import StorageError, UsageError
+from primerl.node.errors import StorageError, UsageError
 from primerl.node.storage.ledger import Ledger
 from primerl.node.training.checkpoint import COMPLETE, Checkpoints, StagingBackend
 from primerl.node.weights.state import digests, state_digest

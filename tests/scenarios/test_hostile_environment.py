@@ -13,7 +13,7 @@ from primerl.node.config.run import EnvironmentConfig
 from primerl.node.config.sandbox import SandboxConfig, SandboxType, WorkerSandboxConfig
 from primerl.node.environments.hosted import HostedEnvironment
 from primerl.node.environments.sandbox import Sandbox, choose
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 
 ATTACKS = "exits dies hangs allocates bombs connects steals writes opens-memory".split()
 MOODS = " ".join(f"good {attack}" for attack in ATTACKS)

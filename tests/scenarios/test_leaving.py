@@ -11,7 +11,7 @@ from support.waiting import until
 
 from primerl.crypto.hashing import short
 from primerl.node.app.trainer import Farewell
-from primerl.node.ops.errors import NetworkError, RunFailed
+from primerl.node.errors import NetworkError, RunFailed
 from primerl.node.p2p.rpc import Refused, receive_reply, send
 from primerl.node.p2p.transport import Stream
 from primerl.node.p2p.waiting import LogBackoff

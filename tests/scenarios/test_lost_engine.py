@@ -9,8 +9,8 @@ from support.swarm import Swarm
 from support.waiting import until
 from support.witness import Fakes, WitnessEngine
 
+from primerl.node.errors import EngineError, EngineLost, NodeError
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.ops.errors import EngineError, EngineLost, NodeError
 from primerl.node.weights.state import Changed, State
 
 FAULT = "vLLM ran out of GPU memory: lower engine.max_batch"

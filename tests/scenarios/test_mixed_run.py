@@ -18,7 +18,7 @@ from primerl.node.environments.environment import (
     Policy,
     Task,
 )
-from primerl.node.ops.errors import NodeError, UsageError
+from primerl.node.errors import NodeError, UsageError
 from primerl.node.storage.run_files import MARK, begun_on
 
 ENVIRONMENTS: list[dict[str, Any]] = [

@@ -19,9 +19,9 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.app.peer_node import JoinedRun, PeerNode
 from primerl.node.config.run import JoinConfig, WeightsConfig
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.inference.place import share_of
 from primerl.node.p2p.serve import ChunkArrivals
 from primerl.node.p2p.transport import Stream
-from primerl.node.pipeline.place import share_of
 from primerl.node.trainer.publisher import Publisher
 from primerl.node.training.backend import Snapshot
 from primerl.node.weights.payload import TensorShare, everything

@@ -16,8 +16,8 @@ from support.swarm import Running
 from primerl.node.app import factories
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.hosted import HostedEngine
+from primerl.node.inference.place import StagePlace
 from primerl.node.models.model_files import position_count
-from primerl.node.pipeline.place import StagePlace
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 

@@ -18,8 +18,8 @@ from support.witness import Fakes, WitnessEngine, never_right, trained_ages
 from primerl.crypto.hashing import short
 from primerl.node.app.factories import Factories
 from primerl.node.config.run import EngineConfig
+from primerl.node.errors import NetworkError, RunFailed
 from primerl.node.inference.engine import Engine
-from primerl.node.ops.errors import NetworkError, RunFailed
 
 KEEP = {"keep_versions": 1000}
 """So that every head is still there at the end."""

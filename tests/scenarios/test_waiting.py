@@ -17,8 +17,8 @@ from support.witness import Fakes, WitnessBackend, WitnessEngine, never_right
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories
 from primerl.node.config.run import RunConfig
+from primerl.node.errors import EngineError, NetworkError, RankFailed
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.ops.errors import EngineError, NetworkError, RankFailed
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.status_view import peer_rows
 

@@ -17,7 +17,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.app.validator import ValidatorNode
 from primerl.node.config.run import EngineConfig, JoinConfig
 from primerl.node.environments.environment import Branch
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.storage.ledger import LedgerView
 from primerl.node.trainer.audits import AuditQueue
 from primerl.node.verification.auditor import (

@@ -15,8 +15,8 @@ import numpy as np
 from support.waiting import ended
 
 from primerl.crypto.hashing import digest
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.models.model_files import contract_files
-from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.storage.partial import whole_directory
 from primerl.node.storage.run_files import written_by_learner, written_to_model
 from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBatch

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.verification.audit_process import AuditSetUp, main
 from primerl.node.verification.auditor import AuditItem, Measured, Reading, Unreadable
 from primerl.node.weights.state import State

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from primerl.node.config.engine import EngineConfig
+from primerl.node.errors import EngineError, EngineLost, UsageError
 from primerl.node.inference import host
 from primerl.node.inference.engine import (
     Completion,
@@ -26,6 +27,7 @@ from primerl.node.inference.engine import (
 from primerl.node.inference.handover import POSITIONS, VALUES, WHOLE, read_spans
 from primerl.node.inference.host import Sleeper
 from primerl.node.inference.host_messages import ApiOptions
+from primerl.node.inference.place import StagePlace
 from primerl.node.inference.prefill import (
     COLUMNS,
     LOGPROB,
@@ -35,8 +37,6 @@ from primerl.node.inference.prefill import (
     PrefillRequest,
     read_claims,
 )
-from primerl.node.ops.errors import EngineError, EngineLost, UsageError
-from primerl.node.pipeline.place import StagePlace
 from primerl.node.weights.checkpoint import read_checkpoint, read_metadata
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import KV_BLOCK

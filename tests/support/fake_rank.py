@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl.node.config.training import TrainingConfig
-from primerl.node.ops.errors import EngineError, StorageError
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.training import rank
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.operations import StepCall

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.pipeline.vllm_followers import Followers, end_with_first, serve_calls
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from support.bare_services import bare_services
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.memory_plan.planner import PlanLimits
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.memory_plan.stages import CutModel
 from primerl.node.p2p.peers import PeerTable
-from primerl.node.pipeline.planner import PlanLimits
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.pipeline_coordinator import PipelineCoordinator
 from primerl.protocol.envelope import Purpose, seal, unseal

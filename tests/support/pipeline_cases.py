@@ -11,8 +11,8 @@ from support.scripted_stages import WIDTH, ScriptedHead, ScriptedStage
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
+from primerl.node.inference.place import StagePlace
 from primerl.node.pipeline.frames import Frame
-from primerl.node.pipeline.place import StagePlace
 from primerl.node.pipeline.ports import Port, PortClosed
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, check_plan

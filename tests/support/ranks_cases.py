@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from primerl.node.config.run import TrainingConfig
+from primerl.node.errors import NodeError
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import NodeError
 from primerl.node.training.export import PolicyExporter
 from primerl.node.training.gather import named_sources, policy_sources, whole_tensors
 from primerl.node.training.world import World

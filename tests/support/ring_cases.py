@@ -16,7 +16,7 @@ from support.memory_network import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.p2p.connections import Router
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.transport import Transport

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import (
     Completion,
     EngineStats,
@@ -21,7 +22,6 @@ from primerl.node.inference.engine import (
     find_fingerprint,
 )
 from primerl.node.inference.fingerprint import Hidden, Projection
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State
 
 WIDTH = 256

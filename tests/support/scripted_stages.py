@@ -25,15 +25,15 @@ from support.counting_environment import STOP
 
 from primerl.crypto.hashing import derive
 from primerl.node.config.run import EngineConfig
+from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.boundary_states import agrees, crossing, project
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.ops.errors import EngineError, EngineLost
+from primerl.node.inference.place import StagePlace, layer_of
 from primerl.node.pipeline import trails
 from primerl.node.pipeline.activations import pack, rounded, unpack
 from primerl.node.pipeline.frames import FINGERPRINT_BYTES, Array, Frame, FrameLimits, Kind
 from primerl.node.pipeline.micro_batches import LaneStats, MicroBatches, RingClient
-from primerl.node.pipeline.place import StagePlace, layer_of
 from primerl.node.pipeline.ports import Port, PortClosed, SocketPort
 from primerl.node.pipeline.stage_loop import serve
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable

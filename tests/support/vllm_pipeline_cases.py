@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from primerl.node.config.run import EngineConfig
+from primerl.node.errors import EngineError
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.ops.errors import EngineError
+from primerl.node.inference.place import StagePlace, share_of
 from primerl.node.pipeline.frames import (
     PREFIX_BYTES,
     Frame,
@@ -21,7 +22,6 @@ from primerl.node.pipeline.frames import (
     read_head,
 )
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
-from primerl.node.pipeline.place import StagePlace, share_of
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 

@@ -17,9 +17,9 @@ from support.counting_backend import CountingBackend
 from support.counting_environment import STOP
 
 from primerl.crypto.hashing import derive
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.inference.fingerprint import Hidden, Projection
-from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import Example, StepMetrics, TrainBatch
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.weights.state import Changed, State, Tensor, digests, state_digest

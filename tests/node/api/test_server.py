@@ -10,8 +10,8 @@ from support.api_cases import KEY, SayingEngine, api, chat_dir
 from support.waiting import until
 
 from primerl.node.config.serving import ApiConfig
+from primerl.node.errors import BusyError, EngineError, EngineLost, UsageError
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.ops.errors import BusyError, EngineError, EngineLost, UsageError
 
 
 @pytest.fixture(scope="module")

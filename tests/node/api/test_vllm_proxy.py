@@ -16,8 +16,8 @@ from support.waiting import until
 from primerl.node.api.vllm_proxy import PATHS, api_options, merge_metrics
 from primerl.node.config.serving import ApiConfig
 from primerl.node.environments.chat import ChatFormat
+from primerl.node.errors import EngineLost
 from primerl.node.inference.host_messages import ApiOptions
-from primerl.node.ops.errors import EngineLost
 
 CHAT = "/v1/chat/completions"
 

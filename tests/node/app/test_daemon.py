@@ -9,7 +9,7 @@ import pytest
 
 from primerl.node.app import daemon
 from primerl.node.config.run import JoinConfig
-from primerl.node.ops.errors import NodeError
+from primerl.node.errors import NodeError
 
 PYTHONS = 0.005
 """What Python begins with; another test's node may have set this process otherwise."""

@@ -23,10 +23,10 @@ from primerl.node.app.running_node import Node
 from primerl.node.config.run import EngineConfig
 from primerl.node.config.serving import ServeConfig
 from primerl.node.config.training import LoraConfig
+from primerl.node.errors import BusyError, EngineError, UsageError
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import model_files
 from primerl.node.ops import control
-from primerl.node.ops.errors import BusyError, EngineError, UsageError
 from primerl.node.weights.adapters import adapter_shapes, merge
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import State, Tensor

@@ -21,8 +21,8 @@ from primerl.node.app.judge import JudgeAddress, JudgeNode, as_run
 from primerl.node.config.engine import EngineConfig
 from primerl.node.config.judge import JudgeRunConfig
 from primerl.node.environments.allowed import check_allowed, environment_contracts
+from primerl.node.errors import UsageError
 from primerl.node.ops import control
-from primerl.node.ops.errors import UsageError
 from primerl.node.verification.auditor import Auditor
 from primerl.protocol import tickets
 

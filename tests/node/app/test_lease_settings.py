@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import JoinConfig, RunConfig
+from primerl.node.errors import UsageError
 from primerl.node.launch.launcher import write_worker_config
-from primerl.node.ops.errors import UsageError
 from primerl.node.trainer.run_manifest import longest_sequence
 from primerl.node.trainer.scheduler import lease_policy
 from primerl.protocol.version import MIB

@@ -20,7 +20,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories, make_backend
 from primerl.node.app.replay import KeptRun, ReplayedStep, RunReplay, difference, follows
 from primerl.node.config.run import RunConfig
-from primerl.node.ops.errors import StorageError, UsageError
+from primerl.node.errors import StorageError, UsageError
 from primerl.node.storage.chunk_store import CHUNKS, chunk_path
 from primerl.node.storage.ledger import Ledger
 from primerl.node.storage.rollouts import KeptRollout, RolloutFiles

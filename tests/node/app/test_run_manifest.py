@@ -13,8 +13,8 @@ from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import JoinConfig, ModelCreateConfig, RunConfig
 from primerl.node.environments.allowed import options_of
 from primerl.node.environments.chat import DATE, ChatFormat
+from primerl.node.errors import UsageError
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import UsageError
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer import run_manifest
 from primerl.node.weights.state import digests, state_digest

@@ -10,7 +10,7 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories
 from primerl.node.app.services import open_services, open_store
 from primerl.node.config.run import JoinConfig, NetworkConfig
-from primerl.node.ops.errors import BusyError
+from primerl.node.errors import BusyError
 from primerl.node.p2p.discovery import Discovery
 from primerl.node.p2p.transport import AddressInUse, Transport
 from primerl.node.storage.ledger import Ledger

@@ -8,7 +8,7 @@ from support.counting_environment import CountingEnvironment
 
 from primerl.node.app.startup import check_prompts, within
 from primerl.node.environments.environment import Task
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 
 Example = tuple[list[int], list[int]]
 

@@ -9,8 +9,8 @@ import pytest
 from support.swarm import Swarm
 from support.waiting import until
 
+from primerl.node.errors import NodeError, TicketError
 from primerl.node.ops import control
-from primerl.node.ops.errors import NodeError, TicketError
 from primerl.protocol import tickets
 
 

@@ -17,7 +17,7 @@ from primerl.node.environments.allowed import (
     find_package,
     remember,
 )
-from primerl.node.ops.errors import StorageError, UsageError
+from primerl.node.errors import StorageError, UsageError
 from primerl.protocol.manifests import EnvironmentContract, SamplingContract
 
 Site = Callable[..., Package]

@@ -42,8 +42,8 @@ from primerl.node.environments.policies import (
 from primerl.node.environments.sandbox import Sandbox
 from primerl.node.environments.trial import EnvironmentTrial, TrialOptions
 from primerl.node.environments.verifiers import VerifiersEnvironment
+from primerl.node.errors import UsageError
 from primerl.node.inference.engine import Completion
-from primerl.node.ops.errors import UsageError
 
 TASKSETS = Path(__file__).parent / "tasksets"
 KEY = "sk-very-secret"

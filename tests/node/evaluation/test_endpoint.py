@@ -20,10 +20,10 @@ from primerl.node.environments.chat_api import MAX_BODY_BYTES
 from primerl.node.environments.environment import EnvironmentFailed
 from primerl.node.environments.policies import PlayFailed
 from primerl.node.environments.stop_strings import StopStrings
+from primerl.node.errors import NetworkError, UsageError
 from primerl.node.evaluation.endpoint import EndpointPolicy, open_endpoint
 from primerl.node.evaluation.eval_suite import EvalProgress
 from primerl.node.evaluation.evaluator import TurnRequest
-from primerl.node.ops.errors import NetworkError, UsageError
 
 KEY = "sk-very-secret"
 

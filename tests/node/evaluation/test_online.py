@@ -22,10 +22,10 @@ from primerl.node.config.run import (
     RunConfig,
 )
 from primerl.node.environments.environment import Environment
+from primerl.node.errors import EngineError
 from primerl.node.evaluation.evaluator import EvalSampling, EvalTask, Evaluator
 from primerl.node.evaluation.online import EvaluationLog, OnlineEvaluation
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
-from primerl.node.ops.errors import EngineError
 from primerl.node.ops.metrics import MetricsLog
 from primerl.node.weights.state import State, Tensor
 

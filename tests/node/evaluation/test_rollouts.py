@@ -20,6 +20,7 @@ from primerl.node.config.run import EvaluatedEnvironment, RunConfig
 from primerl.node.environments.environment import Environment, EnvironmentFailed, Split, Task
 from primerl.node.environments.policies import PlayFailed
 from primerl.node.environments.stop_strings import FIRST_PART, StopStrings
+from primerl.node.errors import EngineError, EngineLost, NetworkError
 from primerl.node.evaluation.eval_suite import CellStore, EvalModel, EvalSuite
 from primerl.node.evaluation.evaluator import (
     ALL,
@@ -36,7 +37,6 @@ from primerl.node.evaluation.evaluator import (
 )
 from primerl.node.evaluation.statistics import summarize
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.ops.errors import EngineError, EngineLost, NetworkError
 from primerl.node.weights.state import State
 
 NOTHING: State = {}

@@ -13,10 +13,10 @@ from support.protocol_cases import ADAPTED, MANIFEST
 from support.weights_cases import LAYERS, contract, make_adapters, make_base, random_tensor
 
 from primerl.node.config.engine import EngineConfig
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.inference.adapted import AdaptedEngine, adapted
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.weights.adapters import PREFIX, B, merge
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.replica import prove

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.boundary_states import (
     agrees,
     crossing,
@@ -12,7 +13,6 @@ from primerl.node.inference.boundary_states import (
     project,
 )
 from primerl.node.inference.fingerprint import decode_rows, signs
-from primerl.node.ops.errors import EngineError
 
 WIDTH = 256
 

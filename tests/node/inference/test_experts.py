@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.engine_cases import SHAPE, blended, make_qwen3, request
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.model import LanguageModel
 from primerl.node.models import huggingface
 from primerl.node.models.routers import RouterTap
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 EXPERTS = SHAPE.model_copy(update={"num_experts": 5, "moe_intermediate_size": 32})

@@ -16,12 +16,12 @@ from support.engine_cases import (
     varied_requests,
 )
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.decoding import decode
 from primerl.node.inference.fingerprint import Hidden, Projection, ProofFailed
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel, ModelOutput
 from primerl.node.models.tensors import from_torch
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State, Tensor
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import GenerateRequest, check_request, narrowing
 from primerl.node.inference.sampler import (
     MOST_MARGIN,
@@ -15,7 +16,6 @@ from primerl.node.inference.sampler import (
 )
 from primerl.node.inference.vllm_sampling import Recorder, SampledStep
 from primerl.node.models.support import cut_support, pack_support
-from primerl.node.ops.errors import EngineError
 
 torch.set_num_threads(1)
 ROWS, VOCABULARY = 400, 12

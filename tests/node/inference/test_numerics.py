@@ -11,6 +11,7 @@ from support.protocol_cases import MANIFEST, QUANTIZED
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.config.run import RunConfig, VerificationConfig
+from primerl.node.errors import UsageError
 from primerl.node.inference import numerics
 from primerl.node.inference.numerics import (
     check_exact,
@@ -24,7 +25,6 @@ from primerl.node.inference.numerics import (
     numerics_of,
     widest,
 )
-from primerl.node.ops.errors import UsageError
 from primerl.node.verification.bounds import BUILT_IN, EXACT, Calibration, proof_contract
 from primerl.protocol.manifests import ProofContract, RouteShape, encode
 from primerl.protocol.numerics import NumericsClass

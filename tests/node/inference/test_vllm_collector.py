@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.vllm import MOST_FORGOTTEN, CompletionCollector
-from primerl.node.ops.errors import EngineError
 from primerl.protocol.manifests import RouteShape
 
 

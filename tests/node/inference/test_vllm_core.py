@@ -12,11 +12,11 @@ import torch
 from support.engine_cases import MAX_LENGTH, SHAPE, make_qwen3, request
 
 from primerl.node.config.run import EngineConfig
+from primerl.node.errors import UsageError
 from primerl.node.inference.engine import EngineStats
 from primerl.node.inference.handover import shared_file
 from primerl.node.inference.prefill import PrefillRequest, make_claims
 from primerl.node.inference.vllm import VllmCore
-from primerl.node.ops.errors import UsageError
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

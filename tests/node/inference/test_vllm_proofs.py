@@ -326,7 +326,7 @@ async def test_what_others_gave_up_spoils_no_proof(case: Case) -> None:
 
 
 async def test_weights_that_give_no_numbers_give_no_proof_but_an_error(case: Case) -> None:
-    from primerl.node.ops.errors import EngineError
+    from primerl.node.errors import EngineError
     from primerl.node.weights.state import Tensor
 
     name = "model.norm.weight"

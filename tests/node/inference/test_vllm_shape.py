@@ -11,6 +11,8 @@ from support.multimodal_cases import CHECKPOINTS
 
 from primerl.node.app.daemon import check_config
 from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
+from primerl.node.errors import EngineError, UsageError
+from primerl.node.gpus import TorchBuild
 from primerl.node.inference.numerics import check_quantized
 from primerl.node.inference.placement import difference
 from primerl.node.inference.vllm import join_checks
@@ -21,8 +23,6 @@ from primerl.node.inference.vllm_arguments import (
     visible_gpus,
 )
 from primerl.node.inference.vllm_sampling import RankPlace
-from primerl.node.ops.errors import EngineError, UsageError
-from primerl.node.ops.gpus import TorchBuild
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 288,
@@ -181,7 +181,7 @@ def test_a_model_that_vllm_does_not_serve_here_is_refused_before_anything_starts
     def build() -> TorchBuild:
         return TorchBuild("2.13.0", cuda)
 
-    monkeypatch.setattr("primerl.node.ops.gpus.torch_build", build)
+    monkeypatch.setattr("primerl.node.gpus.torch_build", build)
     shape = SHAPE | {"layer_types": ["linear_attention", "full_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     with nullcontext() if cuda else pytest.raises(EngineError, match="in bfloat16 on a CPU"):
@@ -215,7 +215,7 @@ def test_fp8_on_a_gpu_is_for_bfloat16(cuda: str, monkeypatch: pytest.MonkeyPatch
     def build() -> TorchBuild:
         return TorchBuild("2.13.0", cuda)
 
-    monkeypatch.setattr("primerl.node.ops.gpus.torch_build", build)
+    monkeypatch.setattr("primerl.node.gpus.torch_build", build)
     check_quantized(vllm(quantization="fp8", dtype="bfloat16"), SHAPE)
     check_quantized(EngineConfig(quantization="fp8"), SHAPE)
     with pytest.raises(UsageError, match=r"set engine\.dtype to") if cuda else nullcontext():

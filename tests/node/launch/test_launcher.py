@@ -25,6 +25,7 @@ from primerl.node.config.run import (
     TrainingConfig,
     VerificationConfig,
 )
+from primerl.node.errors import BusyError, EngineError, NodeError, StorageError, UsageError
 from primerl.node.launch.launcher import (
     LauncherTimeouts,
     NodeCommands,
@@ -36,7 +37,6 @@ from primerl.node.launch.launcher import (
 )
 from primerl.node.launch.placement import GpuPlacement
 from primerl.node.ops.control import NodeState
-from primerl.node.ops.errors import BusyError, EngineError, NodeError, StorageError, UsageError
 from primerl.node.storage.run_files import MARK, claim, held
 
 QUICK = LauncherTimeouts(poll=0.02, view=0.02, back_off=(0.01, 0.02, 0.03), leave=60.0, grace=1.0)

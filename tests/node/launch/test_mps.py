@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from primerl.node.config.run import LaunchConfig, RunConfig
+from primerl.node.errors import EngineError, UsageError
 from primerl.node.launch.launcher import NodeCommands, launch
 from primerl.node.launch.mps import CONTROL, LOGS, PIPES, mps_daemon
 from primerl.node.launch.placement import GpuPlacement
 from primerl.node.ops.control import NodeState
-from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.process.spawn import PARENT_VARIABLE
 
 DAEMON = """#!/bin/sh

@@ -9,6 +9,8 @@ import pytest
 
 from primerl.node.config.loader import load
 from primerl.node.config.run import ModelConfig, ModelCreateConfig, RunConfig
+from primerl.node.errors import UsageError
+from primerl.node.gpus import GpuMemory
 from primerl.node.launch.placement import (
     LEAST,
     MOST,
@@ -19,8 +21,6 @@ from primerl.node.launch.placement import (
     planned_shares,
     shape_of,
 )
-from primerl.node.ops.errors import UsageError
-from primerl.node.ops.gpus import GpuMemory
 
 EIGHT = tuple("01234567")
 

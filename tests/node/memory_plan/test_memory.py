@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
 from primerl.node.config.training import LoraConfig, LossConfig, TrainingConfig
+from primerl.node.errors import UsageError
+from primerl.node.gpus import GpuMemory
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.memory_plan import memory
@@ -42,8 +44,6 @@ from primerl.node.memory_plan.memory import (
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface
 from primerl.node.models.architectures import text_config
-from primerl.node.ops.errors import UsageError
-from primerl.node.ops.gpus import GpuMemory
 
 
 def qwen(hidden: int, layers: int, heads: int, width: int, tied: bool = True) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from primerl.node.errors import EngineError
 from primerl.node.memory_plan.shape import FAMILIES, read_shape
 from primerl.node.models.architectures import text_config
-from primerl.node.ops.errors import EngineError
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

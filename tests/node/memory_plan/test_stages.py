@@ -11,7 +11,10 @@ from support.protocol_cases import MANIFEST
 from primerl.crypto.hashing import digest
 from primerl.node.config.engine import EngineConfig, PipelineConfig
 from primerl.node.config.run import ModelCreateConfig
+from primerl.node.errors import EngineError
+from primerl.node.gpus import GpuMemory
 from primerl.node.memory_plan.memory import GIB
+from primerl.node.memory_plan.planner import Offered, PlanLimits, make_plan
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.memory_plan.stages import (
     CutModel,
@@ -20,9 +23,6 @@ from primerl.node.memory_plan.stages import (
     memory_to_offer,
     stage_costs,
 )
-from primerl.node.ops.errors import EngineError
-from primerl.node.ops.gpus import GpuMemory
-from primerl.node.pipeline.planner import Offered, PlanLimits, make_plan
 from primerl.protocol.manifests import ChunkRef, FileRef
 from primerl.protocol.pipelines import StageOffer
 

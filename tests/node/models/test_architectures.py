@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from primerl.node.config.run import TrainingConfig
+from primerl.node.errors import EngineError
 from primerl.node.models import huggingface
 from primerl.node.models.architectures import ARCHITECTURES, untrainable
-from primerl.node.ops.errors import EngineError
 from primerl.node.training.backend import Sample
 from primerl.node.training.learner import Learner
 from primerl.node.training.packing import pack

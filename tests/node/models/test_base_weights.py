@@ -11,9 +11,9 @@ from support.training_cases import make_model
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.config.training import LoraConfig
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.models import base_weights, huggingface
 from primerl.node.models.model_files import base_layout, read_base
-from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.weights.state import digests, state_digest
 from primerl.node.weights.state_history import layout
 from primerl.protocol.errors import RemoteProtocolError

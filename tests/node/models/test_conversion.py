@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.engine_cases import SHAPE
 
+from primerl.node.errors import EngineError, StorageError, UsageError
 from primerl.node.models import huggingface
 from primerl.node.models.conversion import convert
-from primerl.node.ops.errors import EngineError, StorageError, UsageError
 
 WIDTH, HEADS, KV, LAYERS, INNER = 32, 4, 2, 2, 48
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot|>")

@@ -22,13 +22,13 @@ from support.weights_cases import applied, infos
 
 from primerl.node.config.run import EngineConfig, TrainingConfig
 from primerl.node.config.training import LoraConfig
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
 from primerl.node.models.architectures import ARCHITECTURES
 from primerl.node.models.tensors import bf16_state
-from primerl.node.ops.errors import EngineError
 from primerl.node.training import lora
 from primerl.node.training.model import TrainedModel, check_context
 from primerl.node.training.world import World

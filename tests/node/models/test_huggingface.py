@@ -12,9 +12,9 @@ import pytest
 import torch
 from support.engine_cases import SHAPE, make_qwen3
 
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch
-from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.weights.state import State, digests
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from primerl.node.errors import EngineError
 from primerl.node.models.tensors import bf16_state, from_torch, to_torch
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import BITS, Tensor, digests
 
 

@@ -13,11 +13,11 @@ import torch
 from support.multimodal_cases import CHECKPOINTS, SIZES, saved
 
 from primerl.node.config.run import ModelConfig
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.models import huggingface, text_models
 from primerl.node.models.architectures import ARCHITECTURES, read_config, untrainable
 from primerl.node.models.json_files import read_json
 from primerl.node.models.tokenizer_files import read_tokenizer_files
-from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.parity import difference
 
 TOKENS = torch.arange(3, 40)[None]

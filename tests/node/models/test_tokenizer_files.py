@@ -13,10 +13,10 @@ from support.engine_cases import SHAPE
 
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.environments.environment import EnvironmentFailed
+from primerl.node.errors import EngineError
 from primerl.node.models import huggingface
 from primerl.node.models.conversion import convert
 from primerl.node.models.tokenizer_files import FILES, read_tokenizer_files
-from primerl.node.ops.errors import EngineError
 
 CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
 SPOKEN = (

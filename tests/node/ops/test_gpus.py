@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.ops import gpus
-from primerl.node.ops.gpus import Gpu, device_files, installed, parse, shown, visible
+from primerl.node import gpus
+from primerl.node.gpus import Gpu, device_files, installed, parse, shown, visible
 
 UUIDS = [f"GPU-{index}1b2c3d4-0000-1111-2222-333344445555" for index in range(4)]
 LISTING = "".join(f"GPU {index}: NVIDIA H200 (UUID: {uuid})\n" for index, uuid in enumerate(UUIDS))

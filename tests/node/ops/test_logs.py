@@ -8,7 +8,7 @@ import pytest
 from support.machine import fill, small_disk
 
 from primerl.node.config.run import LogConfig
-from primerl.node.ops.errors import StorageError
+from primerl.node.errors import StorageError
 from primerl.node.ops.logs import JsonLines, PlainLines, configure
 
 EVIL = "peer \x1b[31m\x1b]0;title\x07 says\r\n12:00:00 I fake: all is well \u202e \x9b2J"

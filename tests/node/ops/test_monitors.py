@@ -17,7 +17,7 @@ from support.swarm import Swarm, model_dir, quiet_registry
 
 from primerl.node.config.run import RunConfig
 from primerl.node.config.sft import SftConfig
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.node.ops.metrics import MetricsLog
 from primerl.node.ops.monitors import LIBRARIES, LINES_WAITING, Monitors, check_monitors
 

@@ -12,7 +12,7 @@ from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 from support.waiting import until
 
-from primerl.node.ops.errors import NetworkError, StorageError
+from primerl.node.errors import NetworkError, StorageError
 from primerl.node.p2p.rpc import Refused, receive, send
 from primerl.node.p2p.transport import Stream, TransportError, Unreachable
 from primerl.node.storage.chunk_store import FileStore

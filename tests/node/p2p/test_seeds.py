@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import NetworkConfig
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.node.p2p.chunk_client import ChunkSource
 from primerl.node.p2p.rpc import Refused, TooSlow
 from primerl.node.p2p.seeds import PIECE, open_seeds

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.pipeline_cases import shape_of
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.pipeline.activations import pack, rounded, unpack
 from primerl.node.pipeline.frames import Array, Frame, FrameLimits, Kind, decode, encode, read_head
 from primerl.protocol.pipelines import Encoding

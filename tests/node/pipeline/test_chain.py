@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.ring_cases import MemoryPort, pair
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.pipeline.frames import Frame, Kind
 from primerl.node.pipeline.micro_batches import MicroBatches, RingClient
 from primerl.node.pipeline.ports import Port, PortClosed

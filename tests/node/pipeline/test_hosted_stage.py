@@ -11,6 +11,7 @@ from support.engine_cases import request
 from support.ring_cases import SHAPE, plan
 
 from primerl.node.config.engine import EngineConfig
+from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference.engine import Completion, EngineStats
 from primerl.node.inference.host import EngineHost
 from primerl.node.inference.host_messages import (
@@ -20,10 +21,9 @@ from primerl.node.inference.host_messages import (
     EngineRequest,
     EngineSetUp,
 )
+from primerl.node.inference.place import StagePlace, encode_place
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
-from primerl.node.pipeline.place import StagePlace, encode_place
 from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, ProcessMessage, body_length
 from primerl.node.process.serve import Outbox
 

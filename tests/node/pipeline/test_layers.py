@@ -2,7 +2,7 @@
 
 import pytest
 
-from primerl.node.pipeline.place import layer_of, share_of
+from primerl.node.inference.place import layer_of, share_of
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
 
 LAYERS = 5

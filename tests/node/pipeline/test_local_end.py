@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.ring_cases import LIMITS, said, soon, step
 
-from primerl.node.ops.errors import NodeError
+from primerl.node.errors import NodeError
 from primerl.node.p2p.waiting import Notifier
 from primerl.node.pipeline.frames import PREFIX_BYTES, Packet, decode, packet
 from primerl.node.pipeline.links import LocalLink

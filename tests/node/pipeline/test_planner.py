@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primerl.node.pipeline.planner import (
+from primerl.node.memory_plan.planner import (
     Costs,
     Offered,
     PlanLimits,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.ring_cases import SHAPE, step
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.pipeline.frames import Array, Frame, FrameLimits, Kind
 from primerl.node.pipeline.ports import DEPTH, PortClosed, SocketInlet, SocketOutlet
 

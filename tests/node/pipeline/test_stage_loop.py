@@ -10,7 +10,7 @@ import pytest
 from support import ring_cases
 from support.ring_cases import MemoryPort, step
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.pipeline import stage_loop
 from primerl.node.pipeline.frames import Frame, Kind
 from primerl.node.pipeline.ports import DEPTH, PortClosed, PortTimeout

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.ring_cases import SHAPE
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.pipeline.step_codec import (
     REMEMBERED,
     ContinuedSequence,

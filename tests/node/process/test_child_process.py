@@ -14,11 +14,11 @@ import pytest
 from support import echo_process as echo
 from support.machine import DEADLINE_S, gone
 
-from primerl.node.ops.errors import EngineError, EngineLost
+from primerl.node.errors import EngineError, EngineLost
 from primerl.node.process.child_process import ChildProcess
 from primerl.node.process.spawn import PARENT_VARIABLE
 from primerl.node.process.unix_sockets import TOKEN_VARIABLE, connected
-from primerl.node.storage.removal import SCRATCH
+from primerl.node.removal import SCRATCH
 
 PROGRAM = (sys.executable, "-P", echo.__file__)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.ops.control import ControlServer, ask, socket_path
-from primerl.node.ops.errors import BusyError
+from primerl.node.errors import BusyError
+from primerl.node.ops.control import ControlServer, ask
 from primerl.node.process.unix_sockets import LONGEST, short
+from primerl.node.storage.run_files import socket_path
 
 
 def deep(below: Path) -> Path:

@@ -13,8 +13,8 @@ from support.training_cases import TINY
 from primerl.node.config.run import RunConfig
 from primerl.node.config.sft import DataConfig, SftConfig
 from primerl.node.config.training import MixedSftConfig
+from primerl.node.errors import NetworkError, RunFailed, StorageError, UsageError
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import NetworkError, RunFailed, StorageError, UsageError
 from primerl.node.sft.data import (
     BLANK,
     HELD_OUT,

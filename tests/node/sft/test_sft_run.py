@@ -17,8 +17,8 @@ from primerl.node.app import rundir
 from primerl.node.app.sft import SftFactories, sft
 from primerl.node.config.run import EnvironmentConfig, ModelConfig, ResumeConfig, RunConfig
 from primerl.node.config.sft import SftConfig, SftTrainingConfig
+from primerl.node.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import BusyError, EngineError, RankFailed, RunFailed, UsageError
 from primerl.node.sft.loop import SftProgress
 from primerl.node.storage.ledger import Ledger
 from primerl.node.storage.run_files import MARK, begun_on, claim

@@ -18,7 +18,7 @@ from support.training_cases import make_model
 from tokenizers import Tokenizer
 
 from primerl.node.environments.chat import ChatFormat
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.node.sft.rows import BadRow, Conversation, LostPart, RawText
 from primerl.node.sft.tokens import RendererTokenizer, TemplateTokenizer, open_renderer
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from primerl.crypto.hashing import digest, short
-from primerl.node.ops.errors import BusyError, StorageError
+from primerl.node.errors import BusyError, StorageError
 from primerl.node.storage import ledger as module
 from primerl.node.storage.ledger import Ledger, LedgerView
 

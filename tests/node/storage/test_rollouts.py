@@ -8,7 +8,7 @@ import pyarrow.parquet as parquet
 import pytest
 from support.kept_cases import row
 
-from primerl.node.ops.errors import StorageError
+from primerl.node.errors import StorageError
 from primerl.node.storage.rollouts import (
     BRIEF,
     ROWS_AT_ONCE,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from primerl.node.errors import BusyError, StorageError, UsageError
 from primerl.node.models.model_files import CONTRACT_PATTERNS
-from primerl.node.ops.errors import BusyError, StorageError, UsageError
 from primerl.node.process.unix_sockets import short
+from primerl.node.removal import remove_made, remove_scratch, remove_tree
 from primerl.node.storage.partial import whole_directory
-from primerl.node.storage.removal import remove_made, remove_scratch, remove_tree
 from primerl.node.storage.run_files import (
     CONFIG,
     MARK,

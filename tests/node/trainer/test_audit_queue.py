@@ -34,7 +34,7 @@ from support.protocol_cases import OTHER_RUN, PROOFS, WORKER, refuses
 from support.waiting import until
 
 from primerl.crypto.hashing import digest
-from primerl.node.ops.errors import StorageError, UsageError
+from primerl.node.errors import StorageError, UsageError
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.storage.ledger import VALIDATORS, Ledger
 from primerl.node.trainer.audits import (

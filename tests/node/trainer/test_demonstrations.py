@@ -20,7 +20,7 @@ from primerl.node.environments.chat import ChatFormat
 from primerl.node.environments.chat_api import open_api
 from primerl.node.environments.environment import Task
 from primerl.node.environments.verifiers import VerifiersEnvironment
-from primerl.node.ops.errors import RunFailed, UsageError
+from primerl.node.errors import RunFailed, UsageError
 from primerl.node.trainer.demonstrations import Demonstrations, Hints, Teacher
 from primerl.node.training.advantages import credit
 from primerl.node.training.backend import Sample

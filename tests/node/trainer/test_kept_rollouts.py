@@ -12,7 +12,7 @@ from support.swarm import Swarm
 from support.witness import Fakes, never_right
 
 from primerl.node.config.training import TrainingConfig
-from primerl.node.ops.errors import RunFailed
+from primerl.node.errors import RunFailed
 from primerl.node.storage.rollouts import KeptRollout, RolloutFiles
 from primerl.node.trainer import kept_rollouts
 from primerl.node.trainer.kept_rollouts import kept_batch

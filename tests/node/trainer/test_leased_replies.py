@@ -17,8 +17,8 @@ from support.protocol_cases import (
 )
 
 from primerl.crypto.hashing import digest
+from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.trainer.leased_replies import (
     LeasedReplies,
     PromptQueue,

@@ -21,7 +21,7 @@ from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
 from primerl.node.config.sft import SftConfig
 from primerl.node.config.training import TrainingConfig
-from primerl.node.ops.errors import RunFailed, StorageError, UsageError
+from primerl.node.errors import RunFailed, StorageError, UsageError
 from primerl.node.ops.metrics import MetricsLog
 from primerl.node.sft.data import MixedReader
 from primerl.node.storage.ledger import Ledger

@@ -18,7 +18,7 @@ from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.training import TrainingConfig
-from primerl.node.ops.errors import StorageError
+from primerl.node.errors import StorageError
 from primerl.node.storage.ledger import HonestRollout, QueuedSubmission
 from primerl.node.trainer.bounds_book import BoundsBook
 from primerl.node.trainer.lease_outcomes import WorkRecords, count_lease

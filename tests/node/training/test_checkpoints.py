@@ -11,7 +11,7 @@ import pytest
 from support.counting_backend import CountingBackend
 from support.training_cases import batch
 
-from primerl.node.ops.errors import EngineError, StorageError
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.storage.partial import whole_directory
 from primerl.node.storage.run_files import written_to_model
 from primerl.node.training.checkpoint import COMPLETE, Checkpoints

@@ -9,7 +9,7 @@ import pytest
 from primerl.node.app.factories import make_backend
 from primerl.node.config.run import RunConfig
 from primerl.node.config.training import TrainingConfig
-from primerl.node.ops.gpus import is_on_gpu
+from primerl.node.gpus import is_on_gpu
 from primerl.node.training.backend import resolve_backend
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.local_backend import LocalBackend

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import weights_cases as cases
 
+from primerl.node.errors import EngineError
 from primerl.node.models.tensors import bf16_state
-from primerl.node.ops.errors import EngineError
 from primerl.node.training import snapshot as host_state
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.export import PolicyExporter

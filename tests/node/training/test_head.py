@@ -8,8 +8,8 @@ import torch
 from support.family_cases import make_family
 from torch import Tensor
 
+from primerl.node.errors import EngineError
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError
 from primerl.node.training.model import check_head, compiled_by_rows, head_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 13, 7, 29

@@ -12,8 +12,8 @@ from support.family_cases import make_family
 from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import Sample, SampleTerms, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.local_backend import LocalBackend

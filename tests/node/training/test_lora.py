@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from primerl.node.config.training import FsdpConfig, LoraConfig, TrainingConfig
+from primerl.node.errors import EngineError
 from primerl.node.models import huggingface, model_files
 from primerl.node.models.tensors import bf16_state, to_torch
-from primerl.node.ops.errors import EngineError
 from primerl.node.training import lora
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.learner import Learner

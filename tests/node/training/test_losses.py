@@ -15,7 +15,7 @@ from support.loss_cases import CASES, UNMASKED, Case, exchange
 from torch import Tensor
 
 from primerl.node.config.training import LossConfig
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.node.training.losses import (
     FIGURES,
     PEAKS,

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from primerl.node.config.run import TrainingConfig
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.node.training import optimizer as module
 from primerl.node.training.optimizer import Optimizer, learning_rate
 

@@ -11,10 +11,10 @@ from support.family_cases import make_family
 
 from primerl.node.app.rundir import prepare_model
 from primerl.node.config.run import ModelConfig, ModelCreateConfig, RunConfig
+from primerl.node.errors import EngineError, UsageError
 from primerl.node.models import huggingface
 from primerl.node.models.architectures import keys_to_compare, keys_without_effect
-from primerl.node.ops.doctor import check_model, check_trainable
-from primerl.node.ops.errors import EngineError, UsageError
+from primerl.node.reports.doctor import check_model, check_trainable
 from primerl.node.training import parity
 
 LONGEST = 128

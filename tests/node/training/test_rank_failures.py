@@ -13,7 +13,7 @@ import pytest_asyncio
 from support import fake_rank as fake
 
 from primerl.node.config.training import FsdpConfig, TrainingConfig
-from primerl.node.ops.errors import EngineError, RankFailed, StorageError
+from primerl.node.errors import EngineError, RankFailed, StorageError
 from primerl.node.training.backend import Sample
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.rank_group import RankGroup

@@ -18,7 +18,7 @@ import pytest
 from support import fake_rank as fake
 
 from primerl.node.config.training import FsdpConfig, TrainingConfig
-from primerl.node.ops.errors import EngineError, RankFailed, UsageError
+from primerl.node.errors import EngineError, RankFailed, UsageError
 from primerl.node.training.rank_group import (
     FailureAttribution,
     RankGroup,

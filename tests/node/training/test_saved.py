@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from primerl.node.ops.errors import StorageError
+from primerl.node.errors import StorageError
 from primerl.node.training.learner_state import (
     HEADER,
     HostRoom,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import TrainingConfig
-from primerl.node.ops.errors import StorageError
+from primerl.node.errors import StorageError
 from primerl.node.training.learner import Learner
 from primerl.node.training.learner_state import (
     ALONE,

@@ -13,7 +13,7 @@ from support.counting_backend import CountingBackend
 from support.training_cases import FAST, batch, learner
 
 from primerl.node.config.run import WarmupConfig
-from primerl.node.ops.errors import EngineError, RunFailed, StorageError
+from primerl.node.errors import EngineError, RunFailed, StorageError
 from primerl.node.ops.metrics import MetricsLog
 from primerl.node.training.backend import Example, TrainBatch
 from primerl.node.training.checkpoint import Checkpoints

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import weights_cases as cases
 
-from primerl.node.ops.errors import EngineError, StorageError
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.training import snapshot as state_file
 from primerl.node.training.snapshot import (
     HostPiece,

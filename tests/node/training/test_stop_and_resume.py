@@ -9,7 +9,7 @@ import torch
 from support.counting_backend import CountingBackend
 from support.training_cases import FAST, batch, contents
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.training.backend import TrainBackend
 from primerl.node.training.checkpoint import Checkpoints
 from primerl.node.training.local_backend import LocalBackend

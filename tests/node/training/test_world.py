@@ -12,8 +12,8 @@ from support import ranks_cases as ranks
 from support.training_cases import FAST, TINY, batch, logprobs
 
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
+from primerl.node.errors import EngineError, StorageError
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError, StorageError
 from primerl.node.training.backend import Sample, SampleTerms, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.world import RankChannel, World

@@ -29,9 +29,9 @@ from support.protocol_cases import (
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.keys import SecretKey
+from primerl.node.errors import EngineError
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.ops.errors import EngineError
 from primerl.node.p2p.heads import HeadStore
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.storage.ledger import Ledger

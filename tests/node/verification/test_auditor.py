@@ -25,8 +25,8 @@ from support.protocol_cases import (
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
+from primerl.node.errors import EngineError
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.ops.errors import EngineError
 from primerl.node.trainer.audits import _measured as from_report  # pyright: ignore[reportPrivateUsage]
 from primerl.node.validator.loop import job_items, make_report
 from primerl.node.verification.auditor import (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.verification.batched_auditor import (
     BATCH_TOKENS,

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from primerl.node.config.run import RunConfig
-from primerl.node.ops.errors import UsageError
+from primerl.node.errors import UsageError
 from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import (
     BEYOND,

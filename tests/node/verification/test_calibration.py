@@ -14,8 +14,8 @@ from support.engine_cases import make_qwen3
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Split, Task
+from primerl.node.errors import EngineError, NodeError, UsageError
 from primerl.node.inference.engine import Completion
-from primerl.node.ops.errors import EngineError, NodeError, UsageError
 from primerl.node.verification.auditor import MEASURES, AuditItem, Measured, Unreadable, audit_terms
 from primerl.node.verification.bounds import proof_contract, read_calibration
 from primerl.node.verification.calibration import (

@@ -15,7 +15,7 @@ from support.auditor_cases import make_case, make_run, measured
 from support.engine_cases import FP32
 from support.waiting import alive
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.verification.hf_auditor import HfAuditor
 from primerl.node.verification.portions import (

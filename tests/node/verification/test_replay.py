@@ -25,10 +25,10 @@ from support.auditor_cases import (
 )
 from support.engine_cases import SHAPE, make_llama, make_qwen3
 
+from primerl.node.errors import EngineError
 from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.fingerprint import FURTHEST, Compared, Projection
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import EngineError
 from primerl.node.verification.auditor import (
     AuditItem,
     BoundaryClaim,

@@ -34,7 +34,7 @@ from primerl.node.environments.environment import (
     Task,
 )
 from primerl.node.environments.leased_prompts import LeasedPrompts
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.verification.auditor import (
     AuditAnswer,
     AuditCall,

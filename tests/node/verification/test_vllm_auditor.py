@@ -21,9 +21,9 @@ from support.engine_cases import FP32
 from support.waiting import alive
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.inference.fingerprint import NUMBERS, pack
+from primerl.node.errors import EngineError, UsageError
+from primerl.node.inference.fingerprint import pack
 from primerl.node.inference.prefill import PrefillRequest, read_claims
-from primerl.node.ops.errors import EngineError, UsageError
 from primerl.node.verification import portions, vllm_auditor
 from primerl.node.verification.auditor import (
     AuditItem,
@@ -47,6 +47,7 @@ from primerl.node.verification.vllm_auditor import (
 from primerl.node.weights.state import State, Tensor
 from primerl.node.weights.state_history import StateHistory
 from primerl.protocol.manifests import RouteShape, RunManifest
+from primerl.protocol.rollouts import FINGERPRINT_NUMBERS
 
 beside_others = pytest.mark.asyncio(loop_scope="module")
 """Of a test that takes the auditor of several."""
@@ -84,7 +85,9 @@ STATES = {version: make_state(version) for version in (1, 2, 3)}
 
 def item(kind: int, version: int = 1, *, shown: int | None = None, mark: int = 0) -> AuditItem:
     """A branch that claims `version`, and whose proof is of the states of version `shown`."""
-    states = np.full((TOKENS, NUMBERS), float(version if shown is None else shown), np.float32)
+    states = np.full(
+        (TOKENS, FINGERPRINT_NUMBERS), float(version if shown is None else shown), np.float32
+    )
     return AuditItem(
         token_ids=[kind, mark, *[5] * TOKENS],
         replies=[SampledSpan(2, 2 + TOKENS, 9)],
@@ -130,7 +133,9 @@ async def test_each_token_is_measured_under_the_version_that_it_claims(
     shared: VllmAuditor,
 ) -> None:
     crossed = item(FINE, 1)
-    first, second = (np.full((count, NUMBERS), version) for count, version in ((1, 1), (2, 2)))
+    first, second = (
+        np.full((count, FINGERPRINT_NUMBERS), version) for count, version in ((1, 1), (2, 2))
+    )
     proof = pack(np.concatenate([first, second]).astype(np.float32))
     crossed = replace(crossed, versions=[1, 2, 2], proof=proof)
     items = [item(FINE, 2), item(FINE, 1), crossed, item(FINE, 3), item(FINE, 3, shown=2)]
@@ -152,7 +157,9 @@ async def test_a_text_is_read_up_to_the_last_token_of_a_version_that_it_is_not_c
         return await read(engine, requests, timeout_s)
 
     monkeypatch.setattr(AuditingEngine, "read", noted)
-    first, second = (np.full((count, NUMBERS), version) for count, version in ((2, 1), (1, 2)))
+    first, second = (
+        np.full((count, FINGERPRINT_NUMBERS), version) for count, version in ((2, 1), (1, 2))
+    )
     proof = pack(np.concatenate([first, second]).astype(np.float32))
     crossed = replace(item(FINE, 1), versions=[1, 1, 2], proof=proof)
     start = crossed.replies[0].start
@@ -171,7 +178,7 @@ def kept_run() -> RunManifest:
 def long_item(*versions: int, mark: int = 0) -> AuditItem:
     """A branch of replies of 50 tokens of each version, apart from the first, which has 40."""
     claimed = [version for version in versions for _ in range(50)][10:]
-    states = np.repeat(np.array(claimed, np.float32)[:, None], NUMBERS, axis=1)
+    states = np.repeat(np.array(claimed, np.float32)[:, None], FINGERPRINT_NUMBERS, axis=1)
     return AuditItem(
         token_ids=[FINE, mark, *[5] * len(claimed)],
         replies=[SampledSpan(2, 2 + len(claimed), 9)],

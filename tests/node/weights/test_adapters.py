@@ -14,8 +14,8 @@ from support.weights_cases import (
     random_tensor,
 )
 
+from primerl.node.errors import EngineError
 from primerl.node.models.tensors import to_torch
-from primerl.node.ops.errors import EngineError
 from primerl.node.weights.adapters import (
     BLOCK,
     PREFIX,

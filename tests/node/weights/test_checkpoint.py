@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import weights_cases as cases
 
-from primerl.node.ops.errors import StorageError
+from primerl.node.errors import StorageError
 from primerl.node.storage.chunk_store import Disk
 from primerl.node.weights.checkpoint import (
     read_checkpoint,

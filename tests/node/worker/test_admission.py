@@ -8,9 +8,9 @@ import pytest
 from support.waiting import until
 
 from primerl.node.config.engine import ConcurrencyConfig
+from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.concurrency import SETTLE_S, Concurrency
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker.rollouts import MAX_LOSSES, AdmissionControl, TurnLimiter
 

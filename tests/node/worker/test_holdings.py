@@ -14,7 +14,7 @@ from support.swarm import Running, Swarm
 from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.ops.errors import NetworkError
+from primerl.node.errors import NetworkError
 from primerl.node.weights.replica import prove
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Envelope, Purpose, seal, unseal

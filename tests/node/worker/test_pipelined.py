@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from support.waiting import until
 
+from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.pipeline.micro_batches import LaneStats
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker.pipelined_engine import PipelinedEngine

@@ -17,10 +17,10 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.config.engine import ConcurrencyConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Task
 from primerl.node.environments.stop_strings import FIRST_PART, StopStrings
+from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.concurrency import Concurrency, Decision
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.models.support import join_support, pack_support, support_fault
-from primerl.node.ops.errors import EngineError, EngineLost
 from primerl.node.verification.checks import check_submission
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker import rollouts

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from primerl.node.ops.errors import EngineError
+from primerl.node.errors import EngineError
 from primerl.node.worker.stage import StageRole
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import PrepareVersion

@@ -18,8 +18,8 @@ from support.waiting import until
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.engine import EngineConfig, PipelineConfig
 from primerl.node.config.run import ModelCreateConfig, NodeConfig
+from primerl.node.errors import NodeError, UsageError
 from primerl.node.models import huggingface
-from primerl.node.ops.errors import NodeError, UsageError
 from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive, send

@@ -14,7 +14,7 @@ from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.ops.errors import StorageError
+from primerl.node.errors import StorageError
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import TransportError
 from primerl.node.storage.ledger import Ledger

@@ -16,8 +16,8 @@ from support.waiting import until
 from support.witness import Fakes, WitnessEngine
 
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.ops.explain import explain
 from primerl.node.p2p.transport import Unreachable
+from primerl.node.reports.explain import explain
 from primerl.node.storage.ledger import Ledger
 from primerl.node.worker.loop import BAN_PAUSE_S, MAX_BAN_PAUSE_S, VerdictLog
 from primerl.protocol.envelope import Purpose, seal, unseal

@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 
 from primerl.node.config.run import NodeConfig, RunConfig, VerificationConfig
+from primerl.node.errors import UsageError
+from primerl.node.gpus import parse_memory, visible_memory
 from primerl.node.memory_plan.memory import Device
 from primerl.node.memory_plan.shape import read_shape
-from primerl.node.ops import doctor
-from primerl.node.ops.doctor import GIB, HostMemory, MachineCheck, RunMemory, TorchBuild, plan_run
-from primerl.node.ops.errors import UsageError
-from primerl.node.ops.gpus import parse_memory, visible_memory
+from primerl.node.reports import doctor
+from primerl.node.reports.doctor import (
+    GIB,
+    HostMemory,
+    MachineCheck,
+    RunMemory,
+    TorchBuild,
+    plan_run,
+)
 
 LISTING = """\
 0, GPU-aaaa, NVIDIA H200, 143771, 143000, 575.57.08

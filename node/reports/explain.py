@@ -17,9 +17,9 @@ from ...protocol.numerics import ENVELOPE, ClassBounds
 from ...protocol.rollouts import Evidence, PipelineVerdict, Verdict
 from ...protocol.session import decode
 from ...protocol.validators import decode_records
+from ..errors import NodeError, StorageError, UsageError, printable
 from ..storage.ledger import MANIFEST, VALIDATORS, KeptVerdict, LedgerView
 from ..verification.judge import REASONS
-from .errors import NodeError, StorageError, UsageError, printable
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from primerl.node.ops.report import points, smooth, terminal_curve, write_picture
+from primerl.node.reports.report import points, smooth, terminal_curve, write_picture
 
 CURVE = [[step, 0.3 + step / 200] for step in range(100)]
 

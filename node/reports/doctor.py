@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .. import gpus
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.evaluation import EvalConfig
 from ..config.paths import expand_home, home_directory
@@ -24,6 +25,8 @@ from ..config.run import JoinConfig, ModelConfig, NodeConfig, RunConfig
 from ..config.serving import ApiConfig
 from ..environments.allowed import find_package
 from ..environments.sandbox import OWN_WORD, choose
+from ..errors import EngineError, UsageError
+from ..gpus import GpuMemory, HostMemory, TorchBuild, machine_memory, torch_build
 from ..inference.numerics import engine_class
 from ..inference.vllm_arguments import check_family, check_release, installed_release
 from ..memory_plan.memory import (
@@ -46,9 +49,6 @@ from ..models.json_files import read_json
 from ..models.text_models import reads_images
 from ..p2p import libp2p
 from ..training import parity
-from . import gpus
-from .errors import EngineError, UsageError
-from .gpus import GpuMemory, HostMemory, TorchBuild, machine_memory, torch_build
 
 State = Literal["ok", "warning", "problem"]
 

@@ -11,11 +11,11 @@ from ...protocol.trust import RunDocuments
 from ..config.run import RunConfig
 from ..evaluation.evaluator import EvalResult
 from ..evaluation.online import Evaluated
+from ..ops.strict_json import to_json
 from ..storage import run_files
 from ..trainer.state import Progress
 from ..trainer.workers import WorkerState
 from . import report
-from .strict_json import to_json
 
 STALE = "stale"
 KL_WINDOW = 20

@@ -13,7 +13,7 @@ import msgspec
 
 from ...protocol.pipelines import PipelinePlan, PipelineShape, Stage
 from ..config.engine import EngineConfig
-from ..ops.errors import BAD_FILE, EngineError, UsageError
+from ..errors import BAD_FILE, EngineError, UsageError
 
 
 class StagePlace(msgspec.Struct, frozen=True):
@@ -215,8 +215,8 @@ def placed_arguments(place: StagePlace, shape: Mapping[str, Any], tp: int) -> di
     and value) x heads x head size x element size x block size. With fewer KV heads than ranks, heads are
     replicated.
     """
-    from ..inference.vllm_arguments import head_size, kv_heads  # with the config of a whole run
     from ..memory_plan.memory import ELEMENT
+    from .vllm_arguments import head_size, kv_heads  # with the config of a whole run
 
     plan, stage = place.shape, place.stage
     blocks = plan.kv_tokens // plan.block_size + 1  # vLLM reserves block 0

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from primerl.node.process.tasks import end_tasks
+from primerl.node.tasks import end_tasks
 
 
 async def test_tasks_have_ended_and_an_error_stays_with_its_task() -> None:

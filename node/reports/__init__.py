@@ -1,0 +1,1 @@
+"""What is told to people after the fact: explain, doctor, summary, report. Imported by app and cli only."""
