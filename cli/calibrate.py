@@ -131,7 +131,7 @@ async def _measure(
                 model_dir,
                 state,
                 environments,
-                factories.auditor(auditing(config), config.verification.audit_timeout_s),
+                factories.auditor(auditing(config), factories.timeouts.audit_s),
                 wanted,
                 say=lambda line: typer.echo(line, err=True),
                 make_engine=factories.engine,

@@ -1,8 +1,9 @@
-"""Print files and lines of each folder and its tests, beside DESIGN.md section 1's budget.
+"""Print files and lines of each folder and its tests, beside a budget, and the number of config keys.
 
 python scripts/lines.py
 """
 
+import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,24 @@ def folders() -> list[str]:
     return [*BUDGET, *sorted({*found, "configs"} - {*BUDGET})]
 
 
+def config_keys() -> int:
+    """Count the keys that the classes of node/config declare, sections too; an override counts again."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "node/config").glob("*.py")]
+    classes = [part for tree in trees for part in tree.body if isinstance(part, ast.ClassDef)]
+    sections = {"BaseConfig"}  # and all that derive from one of them, directly or not
+    while True:
+        derived = {
+            part.name
+            for part in classes
+            if any(isinstance(base, ast.Name) and base.id in sections for base in part.bases)
+        }
+        if derived <= sections:
+            break
+        sections |= derived
+    declared = (part.body for part in classes if part.name in sections)
+    return sum(isinstance(line, ast.AnnAssign) for body in declared for line in body)
+
+
 def main() -> None:
     """Print a row for each folder, then rows for folders without their own tests."""
     line = "{:<22}{:>7}{:>9}{:>10}{:>12}{:>9}".format
@@ -65,6 +84,7 @@ def main() -> None:
             print(line(f"tests/{path.name}", "", "", "", *size(path)))
     print(line("tests, all", "", "", "32.0k", *size(ROOT / "tests")))
     print(line("scripts", *size(ROOT / "scripts"), "", "", ""))
+    print(line("config keys", "", config_keys(), "", "", ""))
 
 
 if __name__ == "__main__":

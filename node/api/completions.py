@@ -248,8 +248,8 @@ class EngineRoutes:
         for prompt in prompts:
             self._check_prompt(prompt)
         stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
-        if len(stops) > self._served.api.max_stop_strings or "" in stops:
-            most_stops = self._served.api.max_stop_strings
+        if len(stops) > self._served.limits.max_stop_strings or "" in stops:
+            most_stops = self._served.limits.max_stop_strings
             raise _bad("stop", f"give up to {most_stops} non-empty strings")
         own = () if given.ignore_eos else self._chat.stop_token_ids
         ends = tuple(dict.fromkeys((*own, *(given.stop_token_ids or ()))))
@@ -337,7 +337,7 @@ class EngineRoutes:
         """Yield the number of tokens to generate next, until the choice is finished."""
         size = longest = choice.most
         if streams:
-            size, longest = FIRST_CHUNK, max(FIRST_CHUNK, self._served.api.stream_tokens)
+            size, longest = FIRST_CHUNK, max(FIRST_CHUNK, self._served.limits.stream_tokens)
         elif request.stops:
             size, longest = FIRST_STOP_CHUNK, LAST_STOP_CHUNK
         while not choice.finish:

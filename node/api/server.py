@@ -73,6 +73,19 @@ def engine_failed(error: EngineError) -> ApiError:
 
 
 @dataclass(frozen=True)
+class ApiLimits:
+    """Limits of one request."""
+
+    max_body_mib: float = 8.0
+    max_choices: int = 128
+    """Most completions: n times its prompts."""
+    max_stop_strings: int = 16
+    """vLLM's own routes accept any number."""
+    stream_tokens: int = 32
+    """Most tokens of one chunk of a stream, after shorter first ones; vLLM's own routes send each token."""
+
+
+@dataclass(frozen=True)
 class Served:
     """The served model and its limits."""
 
@@ -80,6 +93,7 @@ class Served:
     vocab_size: int
     max_model_len: int
     api: ApiConfig
+    limits: ApiLimits = ApiLimits()
 
     def check_name(self, name: Any) -> None:
         """Check a request's model name. Raises ApiError (404) for another model."""
@@ -178,7 +192,7 @@ class HttpServer:
         async def guard(request: "web.Request", handler: Handler) -> "web.StreamResponse":
             return await self._guarded(request, handler)
 
-        size = int(self.served.api.max_body_mib * 2**20)
+        size = int(self.served.limits.max_body_mib * 2**20)
         app = web.Application(client_max_size=size, middlewares=[guard])
         app.on_response_prepare.append(_hide_libraries)
         for path in self._routes:
@@ -202,7 +216,7 @@ class HttpServer:
         except ApiError as error:
             response = _refusal(error)
         except web.HTTPRequestEntityTooLarge:
-            most = f"the request is too large: send at most {self.served.api.max_body_mib:g} MiB"
+            most = f"the request is too large: send at most {self.served.limits.max_body_mib:g} MiB"
             response = _refusal(ApiError(413, most, code="request_too_large"))
         except web.HTTPException as error:
             response = _refusal(ApiError(error.status, f"{request.path}: {error.reason}"))
@@ -244,7 +258,7 @@ class HttpServer:
             raise ApiError(503, message, kind="server_error", retry_after_s=RETRY_AFTER_S)
         limit_s, stream = self.served.api.timeout_s, EventStream(request)
         failed: ApiError
-        with self._admitted(count_choices(body, self.served.api.max_choices)):
+        with self._admitted(count_choices(body, self.served.limits.max_choices)):
             try:
                 async with asyncio.timeout(limit_s):
                     routes = self._routes[request.path]

@@ -179,6 +179,18 @@ class MakeLedger(Protocol):
 
 
 @dataclass(frozen=True)
+class NodeTimeouts:
+    """Deadlines between a node and others, seconds."""
+
+    connect_s: float = 10.0
+    """Longest wait for a connection to a peer."""
+    audit_s: float = 120.0
+    """Longest audit: after it the audit process is killed and restarted."""
+    stall_s: float = 20.0
+    """Time without an answer after which a stage of a pipeline counts as lost."""
+
+
+@dataclass(frozen=True)
 class Factories:
     """Factories of everything that touches the world."""
 
@@ -198,6 +210,7 @@ class Factories:
     """None: nothing reads texts in float32, and a run has no envelope."""
     backend: Callable[[RunConfig], TrainBackend] = make_backend
     ledger: MakeLedger = Ledger
+    timeouts: NodeTimeouts = NodeTimeouts()
 
     def mixture(self, config: RunConfig, model_dir: Path) -> list[Environment]:
         """The environments that a run trains on, in its order, not started."""

@@ -54,7 +54,7 @@ from ..trainer.leased_replies import (
     PromptSupply,
     ReplyQueue,
 )
-from ..trainer.publisher import Publisher
+from ..trainer.publisher import Publisher, PublisherLimits
 from ..trainer.requests import ControlHandler
 from ..trainer.scheduler import LeaseScheduler, lease_policy
 from ..trainer.state import LEASES_PER_BOOT, Progress
@@ -78,7 +78,11 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 64
 """Prompts that newcomers may hold together while no proven worker is there; half as many beside one."""
 REPLIES = 1_000_000
-"""Number of replies over which verification.false_bans holds, about."""
+"""Number of replies over which FALSE_BANS of verification/bounds.py holds, about."""
+LEASE_S = 120.0
+"""After this a prompt goes to another worker."""
+LEASES_PER_WORKER = 32
+"""Most prompts that one worker may hold at a time; a newcomer gets one."""
 FOR_EVER_S = 10 * 365 * 86400.0
 LOOK_S = 0.5
 """Between two looks for leases that expired."""
@@ -106,7 +110,7 @@ def as_run(config: JudgeRunConfig) -> RunConfig:
     return RunConfig(
         **{name: getattr(config, name) for name in shared},
         max_steps=REPLIES // AT_ONCE,
-        weights=config.weights.model_copy(update={"head_ttl_s": FOR_EVER_S}),
+        weights=config.weights,
         environment=EnvironmentConfig(id=LEASED_PROMPTS, max_turns=1),
         # a run that trains may not say 0
         sampling=SamplingConfig(max_tokens=config.max_tokens).model_copy(
@@ -117,8 +121,8 @@ def as_run(config: JudgeRunConfig) -> RunConfig:
             groups_per_batch=AT_ONCE,
             groups_per_lease=1,
             max_off_policy_steps=0,
-            lease_timeout_s=config.lease_timeout_s,
-            leases_per_worker=config.leases_per_worker,
+            lease_timeout_s=LEASE_S,
+            leases_per_worker=LEASES_PER_WORKER,
             keep=KeepConfig(share=0.0),
         ),
         training=TrainingConfig(seq_len=config.engine.max_model_len),
@@ -229,7 +233,9 @@ class JudgeNode(IssuingNode):
         run, ledger = documents.manifest, services.ledger
         boot = ledger.count_boot()
         prompts = self._prompts = PromptQueue(boot << LEASES_PER_BOOT)
-        publisher = Publisher(services, keep_states=1)
+        publisher = Publisher(
+            services, keep_states=1, limits=PublisherLimits(head_ttl_s=FOR_EVER_S)
+        )
         book = LeaseBook(
             lease_policy(config, run.routes),
             next_lease=boot << LEASES_PER_BOOT,

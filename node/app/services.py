@@ -65,7 +65,7 @@ async def open_services(
         transport = await _start_transport(config, key, ledger, factories)
         cleanup.push_async_callback(transport.close)
         peers = PeerTable()
-        links = ConnectionPool(transport, peers, connect_timeout_s=config.network.connect_timeout_s)
+        links = ConnectionPool(transport, peers, connect_timeout_s=factories.timeouts.connect_s)
         cleanup.push_async_callback(links.close)
         discovery = await _start_discovery(config, key, ledger, run_id, bootstrap, factories)
         if discovery is not None:

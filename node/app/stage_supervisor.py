@@ -147,7 +147,7 @@ class StageSupervisor:
         return None if moved.cancelled() else moved.result()
 
     def _make_chain(self, planned: AssignedPlan, local: LocalLink) -> RingSupervisor:
-        services, stall_s = self._joined.services, self._config.pp.stall_s
+        services, stall_s = self._joined.services, self._factories.timeouts.stall_s
         key, run_id = self._key, self._joined.documents.run_id
         assert self._offers is not None  # run() makes them first
 

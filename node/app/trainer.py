@@ -162,17 +162,17 @@ class Verification:
         """`trainer` is this node's id. Raises UsageError for validators that are no node ids."""
         settings = config.verification
         self._documents = documents
-        self._auditor = factories.auditor(auditing(config), settings.audit_timeout_s)
+        self._auditor = factories.auditor(auditing(config), factories.timeouts.audit_s)
         proofs = documents.manifest.proofs
         self._reader: Reader | None = None
         if proofs.bounds == "measured" and proofs.quantization == "none":
-            self._reader = factories.reader(auditing(config), settings.audit_timeout_s)
+            self._reader = factories.reader(auditing(config), factories.timeouts.audit_s)
         self._calibration: SelfCalibration | None = None
         self.queue = AuditQueue(
             run_id=documents.run_id,
             trainer=trainer,
             validators=read_nodes("verification.validators", settings.validators),
-            timeout_s=settings.audit_timeout_s,
+            timeout_s=factories.timeouts.audit_s,
         )
         self._references = read_nodes("verification.references", settings.references)
         largest = max(one.group_size for one in config.mixture)

@@ -1,4 +1,4 @@
-"""The `[engine]` section of all commands with an engine: type, parallelism, limits, concurrency."""
+"""The `[engine]` section of all commands with an engine: type, parallelism, limits."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -32,24 +32,6 @@ PIPELINES_NEED_VLLM = (
 )
 
 
-class ConcurrencyConfig(BaseConfig):
-    """Number of sequences that a worker keeps in flight; prime-rl's names and defaults."""
-
-    min_inflight: Positive = 1
-    """Fewest sequences in flight, even if the engine's cache is full."""
-    max_inflight: Positive = 1024
-    """Most sequences in flight; equal to min_inflight, it fixes the number."""
-    initial_inflight: Annotated[int, Field(ge=0)] = 0
-    """Sequences in flight at the start; 0: as many as the engine's cache holds at full length, or
-    engine.max_batch."""
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
-        if self.min_inflight > self.max_inflight:
-            raise ValueError("min_inflight must not exceed max_inflight")
-        return self
-
-
 class PipelineConfig(BaseConfig):
     """Pipelines over several nodes, each of which holds some layers of the model."""
 
@@ -65,8 +47,6 @@ class PipelineConfig(BaseConfig):
     """Memory to offer; 0: the free memory of this machine's GPUs, or of the machine if it has none."""
     encoding: Literal["raw", "fp8", "int8"] = "raw"
     """How hidden states are sent: unchanged, or 8 bits per element with one scale per token."""
-    stall_s: Annotated[float, Field(gt=0)] = 20.0
-    """Seconds without an answer after which a stage counts as lost."""
 
     @property
     def wanted(self) -> bool:
@@ -100,12 +80,10 @@ class EngineConfig(BaseConfig):
     device: str = "auto"
     """`auto`: cuda if available, else cpu."""
     max_batch: Positive = 256
-    """Most sequences in a batch of each engine."""
+    """Most sequences in a batch of each engine. A worker keeps in flight what the cache holds."""
     max_model_len: Positive = 1024
     """Longest sequence, prompt and reply, in tokens. If set on a trainer, it bounds the run; a worker serves
     its run's length, or less if set to less."""
-    batch_window_ms: Annotated[float, Field(ge=0)] = 3.0
-    """How long `hf` waits for more requests before it starts a batch, in milliseconds."""
     tp: Positive | Literal["auto"] = 1
     """GPUs that share each layer (vLLM's tensor parallelism); `auto`: all visible ones, divided by pp and
     dp."""
@@ -113,8 +91,6 @@ class EngineConfig(BaseConfig):
     """GPUs of this host in a pipeline, each with some of the layers (vLLM's pipeline parallelism)."""
     dp: Positive = 1
     """Number of engine replicas, fed from one copy of the weights; not together with pp."""
-    max_restarts: Annotated[int, Field(ge=0)] = 5
-    """Consecutive restarts of vLLM after crashes before this node gives up."""
     sleep_after_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds without work after which vLLM releases its GPU memory until there is work again (its sleep mode),
     for GPUs shared with a trainer; 0: never."""
@@ -130,7 +106,6 @@ class EngineConfig(BaseConfig):
     enable_return_routed_experts: bool = False
     """Record the experts that process each token; enabled by runs whose trainer replays them
     (training.enable_router_replay)."""
-    concurrency: ConcurrencyConfig = ConcurrencyConfig()
     vllm: dict[str, Any] = {}
     """Further engine arguments for vLLM; those that would break proofs or versions are refused. Speculative
     decoding is `speculative_config = {method = "ngram", num_speculative_tokens = 4, prompt_lookup_min = 2,

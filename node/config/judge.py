@@ -41,10 +41,6 @@ class JudgeRunConfig(NodeConfig):
     """The judge."""
     max_tokens: Positive = 1024
     """Most tokens of a reply."""
-    lease_timeout_s: Seconds = 120.0
-    """After this a prompt goes to another worker."""
-    leases_per_worker: Annotated[int, Field(ge=1, le=64)] = 32
-    """Most prompts that one worker may hold at a time; a newcomer gets one."""
     ticket_ttl_s: Seconds = 7 * 86400.0
     """How long a join ticket is valid, unless `ticket --expires` says otherwise; the judge's own is renewed."""
     ticket_uses: Annotated[int, Field(ge=0)] = 0

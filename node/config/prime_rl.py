@@ -147,7 +147,8 @@ token_batch_size | - | | a batch is counted in groups
 group_size, max_off_policy_steps | rollouts.=
 max_async_level | ~ rollouts.max_off_policy_steps | | it bounds the age of a rollout when it is trained
 seq_len | engine.max_model_len
-concurrency.initial_inflight, .min_inflight, .max_inflight | ~ engine.concurrency.= | | of each worker
+concurrency.initial_inflight, .min_inflight, .max_inflight | . | | each worker measures how many sequences its
+    engine holds; engine.max_batch bounds them
 oversampling_factor | - | | workers run ahead as far as they are fast
 tasks_per_minute | - | | no task is held back
 algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl, rae, hierarchical_grpo; opd and

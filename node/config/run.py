@@ -55,9 +55,6 @@ class CheckpointConfig(BaseConfig):
     """Keep the first one, too: `primerl-node replay` recomputes a run from there."""
     weights_interval: Annotated[int, Field(ge=0)] = 0
     """Steps between exports of the weights to weights/step_N, for `eval` and others; 0: the last step only."""
-    async_save: bool = True
-    """Write from a copy in the host's memory while training goes on, and, with interval 1, while the version
-    is made ready; it is published once the checkpoint is on the disk."""
 
 
 class ResumeConfig(BaseConfig):
@@ -159,12 +156,8 @@ class NetworkConfig(BaseConfig):
     """TCP port of libp2p; 0 takes a free one."""
     mdns: bool = False
     """Find peers on the local network."""
-    connect_timeout_s: Seconds = 10.0
-    """Longest wait for a connection to a peer, seconds."""
     max_peers: Positive = 256
     """Most peers connected at a time; further ones are turned away."""
-    max_streams_per_peer: Positive = 32
-    """Most requests of one peer that are answered at a time."""
     max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
     """Pace of chunk uploads in megabits/s; 0 is no limit."""
     seeds: Annotated[list[SeedUrl], Field(max_length=MAX_SEEDS)] = []
@@ -459,30 +452,13 @@ class WeightsConfig(BaseConfig):
     """A full checkpoint at least every this many versions."""
     keep_versions: Positive = 16
     """Newest versions that can always be fetched."""
-    keep_s: Annotated[float, Field(ge=0)] = 60.0
-    """Seconds for which a version can be fetched at least, so that fetches in progress finish."""
     max_disk_gib: Annotated[float, Field(gt=0)] = 64.0
     """Most disk space for chunks; more are refused."""
-    head_ttl_s: Seconds = 86400.0
-    """Age at which a chain head is no longer accepted."""
-
-
-def _known_fingerprint(value: object) -> object:
-    """Name what to set in place of a fingerprint that was removed. Raises ValueError."""
-    if value == "toploc":
-        raise ValueError(
-            'toploc was removed: set verification.fingerprint = "projection", or leave it out'
-        )
-    return value
 
 
 class VerificationConfig(BaseConfig):
     """Checks of rollouts before they are learned from."""
 
-    fingerprint: Annotated[Literal["projection"], BeforeValidator(_known_fingerprint)] = (
-        "projection"
-    )
-    """Fingerprint that workers commit to while they generate, 8 bytes per token. There is only this one."""
     auditor: Literal["auto", "hf", "vllm"] = "auto"
     """Engine that audits. `auto` is that of the workers where rounding matters: `vllm` in bfloat16 or with
     exact numerics; else, and where the trainer has no vLLM or no room for another one, it is `hf`. `vllm`
@@ -504,10 +480,6 @@ class VerificationConfig(BaseConfig):
     audit_rate: Fraction = 0.1
     """Share of a proven worker's rollouts that is audited; of a new or suspect one all are, of one in
     `references` a quarter as many, if that is enough to renew the bounds of noise every eight steps."""
-    false_bans: Annotated[float, Field(gt=0, lt=1)] = 1e-3
-    """Probability over the whole run that the sequential test bans an honest worker."""
-    audit_timeout_s: Seconds = 120.0
-    """Longest audit: after it the audit process is killed and restarted."""
     validators: list[str] = []
     """Node ids (hex) whose signed audit reports count; the trainer audits the other rollouts itself."""
 
@@ -608,10 +580,6 @@ class LogConfig(BaseConfig):
     """Least level that is logged."""
     json_lines: bool = False
     """Structured log lines on stderr (the log file is always structured)."""
-    max_mib: Annotated[float, Field(gt=0)] = 16.0
-    """A log file that would grow beyond this is put aside as NAME.1, and a new one begins."""
-    keep: Positive = 4
-    """Log files that are kept when they were put aside."""
 
 
 GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
@@ -661,8 +629,6 @@ class LaunchConfig(BaseConfig):
     error of one on the GPU, or killing it, can end the others there, too."""
     share_chunks: bool = True
     """Workers read the trainer's chunks from its disk. If not, they fetch them over the network."""
-    start_timeout_s: Seconds = 300.0
-    """Time for the trainer's ticket to appear."""
 
 
 class NodeConfig(BaseConfig):

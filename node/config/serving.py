@@ -2,9 +2,9 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from .base import BaseConfig
 from .paths import home_directory
@@ -40,19 +40,10 @@ class ApiConfig(BaseConfig):
     (Authorization: Bearer KEY)."""
     served_name: str = ""
     """Id of the model in requests and in /v1/models; default: model.name, or the run's name."""
-    max_body_mib: Annotated[float, Field(gt=0, le=256)] = 8.0
-    """Size limit of a request."""
-    max_choices: Positive = 128
-    """Most completions of one request: n times its prompts."""
     max_inflight: Positive = 1024
     """Most completions at once; further requests are refused (429)."""
-    max_stop_strings: Positive = 16
-    """Most stop strings of one request; vLLM's own routes accept any number."""
     timeout_s: Seconds = 600.0
     """Timeout of one request (504)."""
-    stream_tokens: Positive = 32
-    """Most tokens of one chunk of a stream, after shorter first ones; vLLM's own routes stream token by
-    token."""
     tool_call_parser: str = "auto"
     """With vLLM: its tool call parser (`hermes`, `qwen3_coder`), or `none`; `auto` detects it from the chat
     template."""

@@ -8,7 +8,6 @@ overload. Preemptions by a new policy version do not count as overload.
 
 from dataclasses import dataclass
 
-from ..config.engine import ConcurrencyConfig
 from .engine import EngineStats
 
 GROWTH = 1.25
@@ -39,6 +38,18 @@ SETTLE_S = 2.0
 
 
 @dataclass(frozen=True)
+class ConcurrencyLimits:
+    """Range of the number of sequences in flight of one worker."""
+
+    min_inflight: int = 1
+    """Fewest, even if the engine's cache is full."""
+    max_inflight: int = 1024
+    """Most; equal to min_inflight, it fixes the number."""
+    initial_inflight: int = 0
+    """At the start; 0: as many as the engine's cache holds at full length, or its batch."""
+
+
+@dataclass(frozen=True)
 class Decision:
     """Result of one observation."""
 
@@ -54,13 +65,15 @@ NOTHING = Decision()
 class Concurrency:
     """Cap of one worker, over all of its engines. Times are seconds of a monotonic clock."""
 
-    def __init__(self, config: ConcurrencyConfig, *, max_batch: int, max_model_len: int) -> None:
+    def __init__(
+        self, *, max_batch: int, max_model_len: int, limits: ConcurrencyLimits = ConcurrencyLimits()
+    ) -> None:
         """`max_batch`: sequences that all engines together generate at once."""
-        self._config = config
+        self._limits = limits
         self._max_batch = max_batch
         self._max_model_len = max_model_len
-        self._burst = max(1, config.max_inflight // BURST_SHARE)
-        self.cap = self._clamp(config.initial_inflight or max_batch)
+        self._burst = max(1, limits.max_inflight // BURST_SHARE)
+        self.cap = self._clamp(limits.initial_inflight or max_batch)
         self._sure = self.cap
         """Sequences that fit at full length."""
         self._sized = False
@@ -76,8 +89,8 @@ class Concurrency:
 
     @property
     def fixed(self) -> bool:
-        """Whether the configuration fixes the cap."""
-        return self._config.min_inflight == self._config.max_inflight
+        """Whether the limits fix the cap."""
+        return self._limits.min_inflight == self._limits.max_inflight
 
     def groups_of(self, size: int) -> None:
         """Set the group size; a burst holds at least one whole group."""
@@ -123,7 +136,7 @@ class Concurrency:
             return
         self._sized = True
         self._sure = max(1, stats.kv_tokens // self._max_model_len)
-        if not self._config.initial_inflight:
+        if not self._limits.initial_inflight:
             # A finished sequence stays in flight until its logprobs arrive; others take its place meanwhile.
             self.cap = self._clamp(min(self._sure, int((1 + QUEUED) * self._max_batch)))
 
@@ -173,4 +186,4 @@ class Concurrency:
         return Decision(why="the engine has room") if self.cap > before else NOTHING
 
     def _clamp(self, cap: int) -> int:
-        return min(max(cap, self._config.min_inflight), self._config.max_inflight)
+        return min(max(cap, self._limits.min_inflight), self._limits.max_inflight)

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+BATCH_WINDOW_S = 0.003
+"""Wait for more requests before a batch starts."""
 CLOSE_TIMEOUT_S = 60.0
 """Longest wait for the call that runs while the thread is closed."""
 
@@ -224,7 +226,7 @@ class HfEngine:
         """Wait for a request, then briefly for more; skip requests cancelled meanwhile."""
         batch = [await self._jobs.get()]
         if self._jobs.qsize() + 1 < self._config.max_batch:
-            await asyncio.sleep(self._config.batch_window_ms / 1000)
+            await asyncio.sleep(BATCH_WINDOW_S)
         while len(batch) < self._config.max_batch and not self._jobs.empty():
             batch.append(self._jobs.get_nowait())
         return [job for job in batch if not job.done.done()]

@@ -113,7 +113,7 @@ OTHER_CAUSES: Causes = (
 
 @dataclass(frozen=True)
 class EngineTimeouts:
-    """Time limits of an engine's process, and pauses before its restarts."""
+    """Time limits of an engine's process, and its restarts."""
 
     start_s: float = 1800.0
     """Time until it can generate; compiling and capturing a large model takes minutes."""
@@ -132,6 +132,8 @@ class EngineTimeouts:
     """
     end_s: float = 20.0
     """Time to end when asked to."""
+    max_restarts: int = 5
+    """Consecutive restarts after crashes before the node gives up."""
     first_restart_s: float = 1.0
     """Pause before the first restart in a row."""
     restart_factor: float = 3.0
@@ -289,7 +291,6 @@ class EngineReplica:
         """`number` counts the replicas of one node; a new process gets the policy of `policy`."""
         self._name = f"{config.type}[{number}]"
         self._title = TITLES.get(config.type, config.type)
-        self._most_restarts = config.max_restarts
         self._setup = setup
         self._environment = environment
         self._program = program
@@ -354,14 +355,14 @@ class EngineReplica:
 
     async def _replace(self) -> None:
         while not self._up:
-            if self._failures >= self._most_restarts:
+            if self._failures >= self._timeouts.max_restarts:
                 self._give_up(f"{self.fault} (given up after {self._failures} restarts in a row)")
                 return
             pause = self._timeouts.before_restart(self._failures)
             self._failures += 1
             logger.warning(
                 "%s is lost: %s; it is started again in %g s (%d of %d)",
-                *(self._name, self.fault, pause, self._failures, self._most_restarts),
+                *(self._name, self.fault, pause, self._failures, self._timeouts.max_restarts),
             )
             await asyncio.sleep(pause)
             await self._restart()

@@ -22,6 +22,7 @@ from ..environments.allowed import BUNDLED, READS_DATA
 from ..errors import EngineError, NodeError, TicketError, UsageError
 from ..gpus import VARIABLE, shown, usable
 from ..ops.control import NodeState, View, watched
+from ..ops.logs import LogLimits
 from ..process.exit_reason import CROWDED
 from ..process.spawn import LoggedProcess
 from ..storage.chunk_store import CHUNKS
@@ -138,6 +139,8 @@ class LauncherTimeouts:
     view: float = 0.5
     back_off: tuple[float, ...] = (1.0, 3.0, 9.0)
     """Pauses before the restarts of one worker; it is given up after the last."""
+    ticket: float = 300.0
+    """For the trainer to write its ticket."""
     well: float = 600.0
     """A worker that lived this long has all its restarts again."""
     logs: float = 10.0
@@ -267,12 +270,12 @@ class Launcher:
 
     async def keep_logs_small(self) -> None:
         """Rotate the logs of the processes when they are large."""
-        log = self._config.log
+        log = LogLimits()
         while True:
             await asyncio.sleep(self.pace.logs)
             for child in list(self._children):
                 try:
-                    await asyncio.to_thread(child.put_log_aside, int(log.max_mib * 2**20), log.keep)
+                    await asyncio.to_thread(child.put_log_aside, log.max_bytes, log.keep)
                 except OSError as error:
                     logger.warning("%s is not put aside: %s", child.log, error)
 
@@ -313,7 +316,7 @@ class Launcher:
 
     async def _ticket(self, trained: asyncio.Task[int]) -> None:
         path = self._config.run_dir / TICKET
-        limit = self._config.launch.start_timeout_s
+        limit = self.pace.ticket
         try:
             async with asyncio.timeout(limit):
                 while True:
@@ -322,8 +325,7 @@ class Launcher:
                     await asyncio.sleep(self.pace.poll)
         except TimeoutError as error:
             raise EngineError(
-                f"the trainer wrote no ticket in {limit:.0f} s: see its log, or raise "
-                "--launch.start-timeout-s"
+                f"the trainer wrote no ticket in {limit:.0f} s: see its log"
             ) from error
 
     async def _supervise(self, name: str, gpus: Names | None, trained: asyncio.Task[int]) -> bool:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -32,6 +33,16 @@ QUIET = (
     "urllib3",
 )
 """Libraries that are logged from warnings on."""
+
+
+@dataclass(frozen=True)
+class LogLimits:
+    """Size of a log."""
+
+    max_bytes: int = 16 * 2**20
+    """A log file that would grow beyond this is put aside as NAME.1, and a new one begins."""
+    keep: int = 4
+    """Log files that are kept when they were put aside."""
 
 
 class JsonLines(logging.Formatter):
@@ -80,9 +91,8 @@ class ConsoleLines(logging.StreamHandler[Any]):
 class FileLines(RotatingFileHandler):
     """The log in a file, put aside by size. A disk that is full costs lines, and one line on stderr says so."""
 
-    def __init__(self, file: Path, config: LogConfig) -> None:
-        size = int(config.max_mib * 2**20)
-        super().__init__(file, maxBytes=size, backupCount=config.keep, encoding="utf-8")
+    def __init__(self, file: Path, limits: LogLimits) -> None:
+        super().__init__(file, maxBytes=limits.max_bytes, backupCount=limits.keep, encoding="utf-8")
         self._failed = False
         """The present line could not be written."""
         self._failing = False
@@ -132,14 +142,14 @@ def _say(line: str) -> None:
         print(f"primerl-node: {line}", file=sys.stderr, flush=True)
 
 
-def configure(config: LogConfig, file: Path) -> None:
+def configure(config: LogConfig, file: Path, limits: LogLimits = LogLimits()) -> None:
     """Send the log to stderr and, as JSON lines, to `file`. Raises StorageError."""
     console = ConsoleLines(sys.stderr)
     plain = PlainLines("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     console.setFormatter(JsonLines() if config.json_lines else plain)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = FileLines(file, config)
+        lines = FileLines(file, limits)
     except OSError as error:
         raise file_error(error) from error
     lines.setFormatter(JsonLines())

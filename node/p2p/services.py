@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RECORD_TTL_S = 3600
+MAX_STREAMS_PER_PEER = 32
+"""Most requests of one peer that are answered at a time."""
 EQUIVOCATION = "equivocation"
 FAREWELL_S = 0.5
 """Time for a proof of equivocation to leave before the node does."""
@@ -182,7 +184,7 @@ class NodeServices:
             self.transport,
             self.peers,
             {ALPN_CONTROL: control, ALPN_BLOBS: self.blobs.handle, ALPN_PIPELINE: pipeline},
-            max_streams_per_peer=network.max_streams_per_peer,
+            max_streams_per_peer=MAX_STREAMS_PER_PEER,
             max_peers=network.max_peers,
             gate=gate,
         )

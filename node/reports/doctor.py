@@ -49,6 +49,7 @@ from ..models.json_files import read_json
 from ..models.text_models import reads_images
 from ..p2p import libp2p
 from ..training import parity
+from ..verification.bounds import FINGERPRINT
 
 State = Literal["ok", "warning", "problem"]
 
@@ -435,7 +436,7 @@ def plan_run(
     left = Device(device.kind, device.nbytes, taken)
     return RunMemory(
         engine=engine,
-        worker=plan_engine(engine, shape, left, fingerprint=config.verification.fingerprint),
+        worker=plan_engine(engine, shape, left, fingerprint=FINGERPRINT),
         learner=learner,
         beside=beside,
         room=device.nbytes - device.taken - beside.total,

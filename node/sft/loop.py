@@ -260,8 +260,7 @@ class SftLoop:
         with self._clock.phase("checkpoint"):
             part = msgspec.json.encode(self._state)
             keep = self._checkpoints
-            save = keep.begin if self._config.checkpoint.async_save else keep.write
-            await save(self._step, {CURSOR: part}, self._backend)
+            await keep.begin(self._step, {CURSOR: part}, self._backend)
         return round(time.monotonic() - started, 4)
 
     async def _save_last(self) -> None:

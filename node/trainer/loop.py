@@ -633,10 +633,7 @@ class TrainerRole:
             "buffer": msgspec.msgpack.encode(self._buffer.snapshot()),
         }
         began = time.monotonic()
-        if self._config.checkpoint.async_save:
-            await self.checkpoints.begin(step, parts, self._backend)
-        else:
-            await self.checkpoints.write(step, parts, self._backend)
+        await self.checkpoints.begin(step, parts, self._backend)
         self._saving_s += time.monotonic() - began
         self._covered.append(state.verified_up_to)
 

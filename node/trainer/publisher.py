@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import structs
@@ -45,6 +46,16 @@ MAX_THREADS = 16
 """More threads encode no faster: they wait for the one that stores."""
 
 
+@dataclass(frozen=True)
+class PublisherLimits:
+    """Ages of what is published, seconds."""
+
+    keep_s: float = 60.0
+    """A version can be fetched for so long at least, so that fetches in progress finish."""
+    head_ttl_s: float = 86400.0
+    """Age at which a chain head is no longer accepted."""
+
+
 class Publisher:
     """Publishes states as versions, and keeps the chain that late joiners need."""
 
@@ -54,6 +65,7 @@ class Publisher:
         *,
         keep_states: int,
         encoders: Encoders | None = None,
+        limits: PublisherLimits = PublisherLimits(),
     ) -> None:
         """`keep_states` newest states stay in memory for audits, the older ones as differences.
 
@@ -63,6 +75,7 @@ class Publisher:
         self._book = services.heads
         self._store = services.store
         self._config = services.config.weights
+        self._limits = limits
         self._keep_states = keep_states
         self._encoders = encoders or Encoders(1)
         self._chain = VersionChain()
@@ -277,7 +290,7 @@ class Publisher:
             manifest=digest(document),
             manifest_size=len(document),
             created=now,
-            expires=now + int(self._config.head_ttl_s),
+            expires=now + int(self._limits.head_ttl_s),
         )
         return self._services.seal(Purpose.HEAD, head, expires=head.expires), head
 
@@ -289,7 +302,7 @@ class Publisher:
         if self._policy.version - self._collected < self._config.keep_versions or self._snapshot:
             return
         self._collected = self._policy.version
-        since = time.time() - self._config.keep_s
+        since = time.time() - self._limits.keep_s
         young = sum(1 for head in self._book.held() if head.head.created >= since)
         keep = max(self._config.keep_versions, young)
         live = self._chain.live_chunks(keep) | self._services.keep_chunks

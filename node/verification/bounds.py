@@ -56,6 +56,10 @@ EXACT = (
 rounding of the measures. In 4,600 honest rollouts all measures were 0, except logprobs, which are off by 3e-7
 on average and by 3e-6 at most, and other_policy, which is at most 3.1 if two versions hardly differ."""
 
+FINGERPRINT = "projection"
+"""What workers commit to while they generate, 8 bytes per token."""
+FALSE_BANS = 1e-3
+"""Probability over the whole run that the sequential test bans an honest worker."""
 BEYOND = 1e-5
 """Share of honest rollouts that a rejecting bound may cost, for each measure."""
 SUSPECT = 0.01
@@ -110,13 +114,13 @@ def exact_contract(config: RunConfig) -> ProofContract:
     verification = config.verification
     reject, suspect = EXACT
     return ProofContract(
-        fingerprint=verification.fingerprint,
+        fingerprint=FINGERPRINT,
         dtype=config.engine.dtype,
         reject=reject,
         suspect=suspect,
         other_scale=1.0,
         audit_rate=verification.audit_rate,
-        false_bans=verification.false_bans,
+        false_bans=FALSE_BANS,
         honest_rollouts=0,
         honest_tokens=0,
         source="built in for exact numerics",
@@ -148,7 +152,7 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
         source = "provisional, until the run has measured its own"
     if verification.calibration is not None:
         found = read_calibration(verification.calibration)
-        wanted = (model, verification.fingerprint, dtype, config.engine.quantization)
+        wanted = (model, FINGERPRINT, dtype, config.engine.quantization)
         if (found.model, found.fingerprint, found.dtype, found.quantization) != wanted:
             raise UsageError(
                 f"verification.calibration: {verification.calibration} is of another model, fingerprint, "
@@ -158,13 +162,13 @@ def proof_contract(config: RunConfig, model: str) -> ProofContract:
         other_scale = found.other_scale
         rollouts, tokens = found.honest_rollouts, found.honest_tokens
     return ProofContract(
-        fingerprint=verification.fingerprint,
+        fingerprint=FINGERPRINT,
         dtype=dtype,
         reject=reject,
         suspect=suspect,
         other_scale=other_scale,
         audit_rate=verification.audit_rate,
-        false_bans=verification.false_bans,
+        false_bans=FALSE_BANS,
         honest_rollouts=rollouts,
         honest_tokens=tokens,
         source=source,

@@ -279,7 +279,6 @@ class InferenceRole:
         self._max_leases = leases
         self._environments = environments
         concurrency = Concurrency(
-            config.concurrency,
             max_batch=config.max_batch * config.dp,
             max_model_len=config.max_model_len,
         )

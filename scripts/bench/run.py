@@ -180,11 +180,9 @@ def settings(
 ) -> dict[str, Any]:
     """Return the config of the run."""
     cuda = options.gpus > 0
-    concurrency = {"min_inflight": 1, "max_inflight": options.inflight}
     engine: dict[str, Any] = {
         **{"type": options.engine, "dtype": "bfloat16" if cuda else "float32"},
         **{"max_batch": options.inflight, "max_model_len": length(options)},
-        "concurrency": concurrency,
     }
     # groups are leased until as many steps ahead, and run_whole() stops before there is nothing left to draw
     last = steps(options, bound) + bound

@@ -80,8 +80,6 @@ def engine_settings(options: argparse.Namespace, sequences: int = 0) -> dict[str
         "max_batch": sequences or max(options.sequences),
         "max_model_len": options.length,
     }
-    if options.inflight:
-        engine["concurrency"] = dict.fromkeys(("min_inflight", "max_inflight"), options.inflight)
     if options.cuda and options.engine == "vllm":
         engine["vllm"] = {"gpu_memory_utilization": options.memory}
         if options.graphs:
@@ -510,7 +508,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", default="0.6b" if cuda else "tiny", choices=list(SHAPES))
     parser.add_argument("--engine", default="", choices=["", "vllm", "hf"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--inflight", type=int, default=0, help="fixed; 0: as the worker finds out")
     parser.add_argument("--window", type=float, default=8.0, help="seconds of a measurement")
     parser.add_argument("--warm", type=float, default=3.0, help="seconds before each")
     parser.add_argument(

@@ -97,7 +97,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     right = trained_model(short(recipe("tiny", steps=60)), cache=cache, say=quiet)
     narrow = recipe("tiny", steps=20, hidden_size=48, num_hidden_layers=1)
     small = trained_model(short(narrow), cache=cache, say=quiet)
-    config = EngineConfig(device="cpu", max_model_len=TOKENS + 64, batch_window_ms=20)
+    config = EngineConfig(device="cpu", max_model_len=TOKENS + 64)
     fresh = new_world(right, small, config, max_tokens=TOKENS)
     return with_updates(fresh, await learning_material(fresh, 4), lr=LR, updates=2)
 
@@ -231,7 +231,7 @@ async def test_a_worker_that_samples_otherwise_is_banned_and_an_honest_one_is_no
         tmp_path,
         world.model_dir,
         max_steps=10_000,
-        engine={"device": "cpu", "batch_window_ms": 20.0},
+        engine={"device": "cpu"},
         sampling={"max_tokens": 64},
         training={"seq_len": 128, "device": "cpu", "threads": 1},
     ) as swarm:

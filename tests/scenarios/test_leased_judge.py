@@ -14,7 +14,7 @@ from support.memory_network import MemoryNetwork
 from support.swarm import Swarm, at_home, key_of
 from support.waiting import until
 
-from primerl.node.app.factories import Factories
+from primerl.node.app.factories import Factories, NodeTimeouts
 from primerl.node.app.judge import JudgeAddress, JudgeNode
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.chat_api import JudgeConfig
@@ -33,7 +33,7 @@ from primerl.node.ops import control
 from primerl.node.storage.rollouts import RolloutFiles
 from primerl.node.storage.run_files import ROLLOUTS
 
-NETWORK = {"libp2p": False, "connect_timeout_s": 2.0}
+NETWORK = {"libp2p": False}
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "tie_word_embeddings": False}
 MOST = 6
 """Tokens of a judge's reply."""
@@ -160,7 +160,9 @@ class Court:
         async def discovery(*_: Any) -> None:
             return None
 
-        return Factories(transport=transport, discovery=discovery)
+        return Factories(
+            transport=transport, discovery=discovery, timeouts=NodeTimeouts(connect_s=2.0)
+        )
 
 
 @asynccontextmanager

@@ -41,8 +41,8 @@ ROLLOUTS = {"lease_timeout_s": LONG_S, "batch_timeout_s": LONG_S}
 class HostedSwarm(RealStageSwarm):
     """Knows the processes of each worker's engine."""
 
-    def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
-        super().__init__(directory, model, **settings)
+    def __init__(self, directory: Path, model: Path, stall_s: float, **settings: Any) -> None:
+        super().__init__(directory, model, stall_s, **settings)
         self._engines: dict[bytes, HostedEngine] = {}
 
     def kill_engine(self, name: str) -> None:
@@ -74,16 +74,16 @@ async def test_two_nodes_with_half_a_model_each_in_vllm_outlive_the_deaths_of_th
     engine was killed; a stage 0 starts its own again, and others may do meanwhile what it had in hands."""
     torch.set_num_threads(1)
     tiny = make_sharp(tmp_path_factory.mktemp("tiny"), layers=4)
-    hosted = HostedSwarm(tmp_path, tiny, max_steps=STEPS, rollouts=ROLLOUTS)
+    hosted = HostedSwarm(tmp_path, tiny, STALL_S, max_steps=STEPS, rollouts=ROLLOUTS)
     async with hosted as swarm:
         await swarm.start_trainer()
         for name in ("a", "b"):
-            swarm.add_stage(name, 2, stall_s=STALL_S)
+            swarm.add_stage(name, 2)
         await swarm.wait_step(1, timeout=LONG_S)
         leader, row = await swarm.stage(0)
         assert row["generation"] == 0
         lost, _ = await swarm.stage(1)
-        swarm.add_stage("c", 2, stall_s=STALL_S)
+        swarm.add_stage("c", 2)
         hosted.kill_engine(lost)
         await swarm.wait_step(1 + AHEAD + 1, timeout=LONG_S)
         name, after = await swarm.stage(0)
@@ -109,9 +109,11 @@ async def test_stages_serve_the_length_of_a_sequence_and_not_that_of_a_packed_ro
         "training": {"threads": 1, "device": "cpu", "seq_len": 2 * positions},
         "engine": {"device": "cpu", "max_batch": 16},
     }
-    async with HostedSwarm(tmp_path, tiny, max_steps=2, rollouts=ROLLOUTS, **settings) as swarm:
+    async with HostedSwarm(
+        tmp_path, tiny, STALL_S, max_steps=2, rollouts=ROLLOUTS, **settings
+    ) as swarm:
         await swarm.start_trainer()
         for name in ("a", "b"):
-            swarm.add_stage(name, 2, stall_s=STALL_S, max_model_len=4 * positions)
+            swarm.add_stage(name, 2, max_model_len=4 * positions)
         summary = await swarm.finished(LONG_S)
     assert summary["steps"] == 2

@@ -81,8 +81,7 @@ async def test_the_run_goes_on_when_a_validator_never_answers(
     fakes = Fakes()
     auditor = BentAuditor(fakes)
     auditor.hold = asyncio.Event()
-    settings = {"audit_timeout_s": 0.3}
-    async with AuditedSwarm(tmp_path, model_dir, fakes=fakes, verification=settings) as swarm:
+    async with AuditedSwarm(tmp_path, model_dir, fakes=fakes, audit_s=0.3) as swarm:
         await swarm.start_trainer()
         swarm.add_validator(auditor)
         await swarm.seated()

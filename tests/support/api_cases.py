@@ -12,7 +12,7 @@ import aiohttp
 from support.chat_model import IM_END, make_chat_model
 
 from primerl.node.api.completions import EngineRoutes
-from primerl.node.api.server import HttpServer, Served, serving
+from primerl.node.api.server import ApiLimits, HttpServer, Served, serving
 from primerl.node.api.vllm_proxy import ProxyTargets, VllmProxy
 from primerl.node.config.run import ModelCreateConfig
 from primerl.node.config.serving import ApiConfig
@@ -144,6 +144,9 @@ class Client:
         return await self.post("/inference/v1/generate", body)
 
 
+LIMITS = ApiLimits()
+
+
 @asynccontextmanager
 async def api(
     engine: Engine,
@@ -152,11 +155,13 @@ async def api(
     max_length: int = MAX_LENGTH,
     name: str = NAME,
     proxied: ProxyTargets | None = None,
+    limits: ApiLimits = LIMITS,
     **settings: Any,
 ) -> AsyncGenerator[Client]:
     """Run a server; yield a client of it."""
     chat = ChatFormat.load(model_dir, needs_template=False)
-    served = Served(name, VOCABULARY, max_length, ApiConfig.model_validate({"port": 0, **settings}))
+    config = ApiConfig.model_validate({"port": 0, **settings})
+    served = Served(name, VOCABULARY, max_length, config, limits)
     own = EngineRoutes(engine, chat, served)
     routes = (VllmProxy(proxied), own) if proxied else (own,)
     async with serving(HttpServer(engine, served, routes)) as url:

@@ -236,12 +236,19 @@ class AuditedSwarm(Swarm):
     """A swarm whose trainer trusts one validator, and counts its own audits."""
 
     def __init__(
-        self, directory: Path, model: Path, *, validators: Sequence[bytes] = (), **settings: Any
+        self,
+        directory: Path,
+        model: Path,
+        *,
+        validators: Sequence[bytes] = (),
+        audit_s: float = 20.0,
+        **settings: Any,
     ) -> None:
         listed = [node.hex() for node in validators or (VALIDATOR.node_id,)]
-        base = {"validators": listed, "audit_timeout_s": 20.0}
+        base = {"validators": listed}
         verification = merged(base, settings.pop("verification", {}))
         super().__init__(directory, model, verification=verification, **settings)
+        self.timeouts = replace(self.timeouts, audit_s=audit_s)
         self.own: list[BentAuditor] = []
         """The trainer's auditors, one for every start."""
         self.validator: ValidatorNode | None = None

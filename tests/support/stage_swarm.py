@@ -60,22 +60,23 @@ def on_small_machines(patch: pytest.MonkeyPatch) -> None:
 class StageSwarm(Swarm):
     """A swarm whose workers run scripted stages; all other parts are the product's."""
 
-    def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, model: Path, stall_s: float = STALL_S, **settings: Any
+    ) -> None:
         engine = {"device": "cpu", "max_model_len": 64, "max_batch": 16}
         base: dict[str, Any] = {"engine": engine, "sampling": {"max_tokens": 8}}
         super().__init__(directory, model, **{**base, **settings})
+        self.timeouts = replace(self.timeouts, stall_s=stall_s)
 
     def add_small(self, name: str) -> Running:
         """Start a worker without pipeline settings, which on_small_machines() has to join one."""
-        pp = {"memory_gib": 0.01, "stall_s": STALL_S}
+        pp = {"memory_gib": 0.01}
         section = {"type": "vllm", "device": "cpu", "max_batch": 16}
         return self.add_worker(name, engine_section=section, pp=pp)
 
-    def add_stage(
-        self, name: str, stages: int, rank: int = -1, stall_s: float = STALL_S, **engine: Any
-    ) -> Running:
+    def add_stage(self, name: str, stages: int, rank: int = -1, **engine: Any) -> Running:
         """Start or restart a worker that runs a stage."""
-        pp = {"world_size": stages, "rank": rank, "memory_gib": 0.01, "stall_s": stall_s}
+        pp = {"world_size": stages, "rank": rank, "memory_gib": 0.01}
         section = {"type": "vllm", "device": "cpu", "max_model_len": 64, "max_batch": 16, **engine}
         return self.add_worker(name, engine_section=section, pp=pp)
 
@@ -117,9 +118,11 @@ class StageSwarm(Swarm):
 class RealStageSwarm(StageSwarm):
     """A swarm with vLLM stages, real audits and real training."""
 
-    def __init__(self, directory: Path, model: Path, **settings: Any) -> None:
+    def __init__(
+        self, directory: Path, model: Path, stall_s: float = STALL_S, **settings: Any
+    ) -> None:
         training = {"lr": 1e-4, "weight_decay": 0.0, "threads": 1, "device": "cpu"}
-        super().__init__(directory, model, **{"training": training, **settings})
+        super().__init__(directory, model, stall_s, **{"training": training, **settings})
 
     def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
         def engine(config: EngineConfig) -> Engine:

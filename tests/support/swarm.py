@@ -24,7 +24,7 @@ from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
-from primerl.node.app.factories import Factories, MakeLedger
+from primerl.node.app.factories import Factories, MakeLedger, NodeTimeouts
 from primerl.node.app.trainer import Farewell, TrainerNode
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import (
@@ -59,7 +59,7 @@ CONFIG: dict[str, Any] = {
     "name": RUN,
     "max_steps": 3,
     "fsync": False,
-    "network": {"libp2p": False, "connect_timeout_s": 2.0},
+    "network": {"libp2p": False},
     "environment": {"id": "reverse-text"},  # by name; a CountingEnvironment is played
     "sampling": {"max_tokens": 4},
     "rollouts": {
@@ -199,6 +199,7 @@ class Swarm:
         self.trainer = Running(SecretKey.from_seed(bytes(31) + b"t"), directory / RUN / "trainer")
         self._trainer_ledger = trainer_ledger
         self._farewell = farewell
+        self.timeouts = NodeTimeouts(connect_s=2.0)
         self._node: TrainerNode | None = None
         self._ticketed = asyncio.Event()
 
@@ -430,6 +431,7 @@ class Swarm:
             reader=lambda config, timeout_s: self.reader,
             backend=backend,
             ledger=ledger or self._trainer_ledger,
+            timeouts=self.timeouts,
         )
 
     async def _transport(

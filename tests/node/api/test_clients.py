@@ -16,6 +16,7 @@ from verifiers.v1.clients.client import Client, resolve_client
 from verifiers.v1.dialects import ChatDialect
 from verifiers.v1.errors import ProviderError
 
+from primerl.node.api.server import ApiLimits
 from primerl.node.inference.hf import HfEngine
 from primerl.node.weights.state import State
 
@@ -48,7 +49,9 @@ async def url(
     engine: HfEngine, model: tuple[Path, State], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[str]:
     monkeypatch.setenv("API_KEY", KEY)
-    async with api(engine, model[0], key_variable="API_KEY", stream_tokens=8) as client:
+    async with api(
+        engine, model[0], key_variable="API_KEY", limits=ApiLimits(stream_tokens=8)
+    ) as client:
         yield f"{client.url}/v1"
 
 

@@ -9,6 +9,7 @@ from support.api_cases import MAX_LENGTH, NAME, Client, SayingEngine, api, chat_
 from support.chat_model import ASSISTANT, COMPACT, IM_END, USER
 
 from primerl.node.api.completions import find_stop, may_begin
+from primerl.node.api.server import ApiLimits
 
 PROMPT = [USER, 104, 105, IM_END, ASSISTANT]
 
@@ -176,7 +177,7 @@ async def test_special_tokens_are_shown_where_they_are_wanted(model_dir: Path) -
 async def test_a_streamed_chat_adds_up_to_the_whole_one(model_dir: Path) -> None:
     said = "hello there, this is one sentence of some length"
     engine = SayingEngine(said)
-    async with api(engine, model_dir, stream_tokens=8) as client:
+    async with api(engine, model_dir, limits=ApiLimits(stream_tokens=8)) as client:
         reply = await client.chat(
             stream=True,
             stream_options={"include_usage": True},
@@ -202,7 +203,9 @@ async def test_a_streamed_chat_adds_up_to_the_whole_one(model_dir: Path) -> None
 
 
 async def test_a_streamed_completion_of_several_choices_tells_them_apart(model_dir: Path) -> None:
-    async with api(SayingEngine("one two three four"), model_dir, stream_tokens=4) as client:
+    async with api(
+        SayingEngine("one two three four"), model_dir, limits=ApiLimits(stream_tokens=4)
+    ) as client:
         events = (await client.complete(stream=True, n=2)).events
         plain = (await client.complete(stream=True)).events
     texts = ["", ""]
@@ -226,7 +229,7 @@ async def test_a_policy_that_changes_in_the_middle_is_in_the_stamp(model_dir: Pa
         engine.version = 7 + len(engine.requests) // 2
 
     engine = SayingEngine("abcdefghijkl", on_request=next_version)
-    async with api(engine, model_dir, stream_tokens=4) as client:
+    async with api(engine, model_dir, limits=ApiLimits(stream_tokens=4)) as client:
         events = (await client.generate([5, 6], stream=True)).events
     last = events[-1]["choices"][0]
     assert last["policy_version"] == {"first": 7, "last": 9}
@@ -248,7 +251,7 @@ async def said(model_dir: Path, text: str, **fields: Any) -> dict[str, Any]:
 
 
 async def streamed(model_dir: Path, text: str, **fields: Any) -> list[dict[str, Any]]:
-    async with api(SayingEngine(text), model_dir, stream_tokens=4) as client:
+    async with api(SayingEngine(text), model_dir, limits=ApiLimits(stream_tokens=4)) as client:
         reply = await client.complete(stream=True, return_token_ids=True, **fields)
     return [event["choices"][0] for event in reply.events]
 
@@ -354,7 +357,7 @@ THINKING = (
 async def idle(model_dir: Path) -> AsyncIterator[Client]:
     """A client of an idle engine."""
     engine = SayingEngine()
-    async with api(engine, model_dir, max_choices=8, max_inflight=6) as client:
+    async with api(engine, model_dir, max_inflight=6, limits=ApiLimits(max_choices=8)) as client:
         yield client
     assert engine.requests == []
 

@@ -9,6 +9,7 @@ import pytest
 from support.api_cases import KEY, SayingEngine, api, chat_dir
 from support.waiting import until
 
+from primerl.node.api.server import ApiLimits
 from primerl.node.config.serving import ApiConfig
 from primerl.node.errors import BusyError, EngineError, EngineLost, UsageError
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
@@ -113,7 +114,7 @@ async def test_what_is_no_json_object_is_refused(model_dir: Path, body: bytes) -
 
 
 async def test_a_body_that_is_too_large_is_refused(model_dir: Path) -> None:
-    async with api(SayingEngine(), model_dir, max_body_mib=0.1) as client:
+    async with api(SayingEngine(), model_dir, limits=ApiLimits(max_body_mib=0.1)) as client:
         reply = await client.complete(prompt="x" * 200_000)
         packed = await client.post("/v1/completions", b"x", Content_Encoding="gzip")
     assert (reply.status, reply.error["code"]) == (413, "request_too_large")

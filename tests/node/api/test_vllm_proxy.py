@@ -13,6 +13,7 @@ from support.api_cases import KEY, Client, SayingEngine, api, chat_dir, tool_dir
 from support.chat_model import COMPACT
 from support.waiting import until
 
+from primerl.node.api.server import ApiLimits
 from primerl.node.api.vllm_proxy import PATHS, api_options, merge_metrics
 from primerl.node.config.serving import ApiConfig
 from primerl.node.environments.chat import ChatFormat
@@ -150,8 +151,10 @@ async def test_the_checks_come_before_vllm(
 ) -> None:
     monkeypatch.setenv("API_KEY", KEY)
     engine = SayingEngine()
-    limits: dict[str, Any] = {"max_body_mib": 0.01, "max_choices": 4}
-    async with api(engine, model_dir, proxied=upstream, key_variable="API_KEY", **limits) as client:
+    limits = ApiLimits(max_body_mib=0.01, max_choices=4)
+    async with api(
+        engine, model_dir, proxied=upstream, key_variable="API_KEY", limits=limits
+    ) as client:
         key = {"Authorization": f"Bearer {KEY}"}
         assert (await client.post(CHAT, {})).status == 401
         assert (await client.post(CHAT, {}, Content_Type="text/plain", **key)).status == 415

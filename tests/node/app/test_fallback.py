@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +15,7 @@ from support.memory_network import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.app.factories import Factories
+from primerl.node.app.factories import Factories, NodeTimeouts
 from primerl.node.app.services import open_services
 from primerl.node.config.run import NetworkConfig, NodeConfig
 from primerl.node.p2p.discovery import Discovery
@@ -58,7 +59,7 @@ async def node_services(
     **network: Any,
 ) -> AsyncGenerator[NodeServices]:
     """The network half of one node."""
-    local: dict[str, Any] = {"host": "127.0.0.1", "connect_timeout_s": 0.5}
+    local: dict[str, Any] = {"host": "127.0.0.1"}
     config = NodeConfig(fsync=False, network=NetworkConfig(**(local | network)))
     ledger = Ledger(folder / "ledger.db", fsync=False)
     store = FileStore(folder / "chunks", max_bytes=1 << 30, fsync=False)
@@ -72,7 +73,7 @@ async def node_services(
             trainer=TRAINER.node_id,
             role="trainer" if key is TRAINER else "inference",
             bootstrap=bootstrap,
-            factories=factories,
+            factories=replace(factories, timeouts=NodeTimeouts(connect_s=0.5)),
         ) as opened:
             yield opened
     finally:

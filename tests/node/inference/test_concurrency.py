@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from primerl.node.config.engine import ConcurrencyConfig
 from primerl.node.inference.concurrency import (
     BURST_S,
     CALM_S,
@@ -14,6 +13,7 @@ from primerl.node.inference.concurrency import (
     OVERLOAD_POLLS,
     SETTLE_S,
     Concurrency,
+    ConcurrencyLimits,
 )
 from primerl.node.inference.engine import EngineStats
 
@@ -25,9 +25,9 @@ class World:
 
     def __init__(self, *, max_batch: int = 1000, **config: int) -> None:
         self.concurrency = Concurrency(
-            ConcurrencyConfig.model_validate({"max_inflight": 1000, **config}),
             max_batch=max_batch,
             max_model_len=1024,
+            limits=ConcurrencyLimits(**{"max_inflight": 1000, **config}),
         )
         self.now = 1000.0
         self.version = 0
@@ -215,7 +215,7 @@ def test_an_engine_that_tells_nothing_changes_nothing(stats: EngineStats) -> Non
 
 
 def test_an_engine_without_a_bound_keeps_what_it_batches() -> None:
-    concurrency = Concurrency(ConcurrencyConfig(), max_batch=16, max_model_len=64)
+    concurrency = Concurrency(max_batch=16, max_model_len=64)
     for second in range(100):
         concurrency.finished()
         stats = EngineStats(running=16, waiting=second)
@@ -320,7 +320,7 @@ class Cache:
 
 
 def capped(cache: Cache) -> Concurrency:
-    return Concurrency(ConcurrencyConfig(), max_batch=cache.slots, max_model_len=1024)
+    return Concurrency(max_batch=cache.slots, max_model_len=1024)
 
 
 def played(

@@ -146,8 +146,8 @@ async def test_a_process_of_its_own_answers_the_same_and_is_replaced_when_it_die
 ) -> None:
     directory, state, later, changed = model
     plain = await started(HfEngine(FP32), directory, state, fingerprint="projection")
-    config = FP32.model_copy(update={"max_restarts": 9})
-    hosted = HostedEngine(config, timeouts=EngineTimeouts(end_s=60.0, first_restart_s=0.01))
+    timeouts = EngineTimeouts(end_s=60.0, max_restarts=9, first_restart_s=0.01)
+    hosted = HostedEngine(FP32, timeouts=timeouts)
     await hosted.start(directory, fingerprint="projection")
     try:
         await hosted.load(0, state)

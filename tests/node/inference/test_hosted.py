@@ -55,17 +55,19 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def config(
-    dp: int = 1, max_restarts: int = 5, sleep_after_s: float = 0.0, **vllm: Any
-) -> EngineConfig:
+def config(dp: int = 1, sleep_after_s: float = 0.0, **vllm: Any) -> EngineConfig:
     return EngineConfig(
         type="vllm",
         device="cpu",
         dp=dp,
-        max_restarts=max_restarts,
         sleep_after_s=sleep_after_s,
         vllm=vllm,
     )
+
+
+def restarting(most: int) -> EngineTimeouts:
+    """Quick restarts, `most` of them in a row."""
+    return replace(TIMEOUTS, max_restarts=most)
 
 
 def state(*numbers: int) -> State:
@@ -140,7 +142,7 @@ async def test_a_lost_engine_is_explained_and_comes_back_with_the_newest_weights
     model_dir: Path,
 ) -> None:
     """Every way to be lost, one after the other, in one node."""
-    async with running(model_dir, config(max_restarts=9)) as engine:
+    async with running(model_dir, config(), restarting(9)) as engine:
         await engine.update(1, state(1, 7, 3), {"w": np.array([1])})
         assert "exit code 3 (I was told to die)" in await lost(
             engine, engine.generate(ask(fake.DIES))
@@ -166,7 +168,7 @@ async def test_an_error_of_the_program_while_weights_change_loses_the_engine(
     model_dir: Path,
 ) -> None:
     """Which weights are in there is unknown then; a request that changes nothing fails alone."""
-    async with running(model_dir, config(max_restarts=1)) as engine:
+    async with running(model_dir, config(), restarting(1)) as engine:
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             await engine.load(1, state(fake.ERRONEOUS))
         assert engine.policy_version == 0
@@ -201,7 +203,7 @@ async def test_while_it_is_started_again_requests_are_lost_and_loads_wait(
     model_dir: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
-    async with running(model_dir, config(max_restarts=1000, fails=str(broken))) as engine:
+    async with running(model_dir, config(fails=str(broken)), restarting(1000)) as engine:
         broken.touch()
         with pytest.raises(EngineLost):
             await engine.generate(ask(fake.DIES))
@@ -222,7 +224,7 @@ async def test_after_too_many_restarts_in_a_row_the_engine_has_failed(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """Each attempt to load a deadly state counts, too: nothing good came in between."""
-    async with running(model_dir, config(max_restarts=2)) as engine:
+    async with running(model_dir, config(), restarting(2)) as engine:
         with pytest.raises(EngineError, match="given up after 2 restarts") as caught:
             await engine.load(1, state(fake.DEADLY))
         assert not isinstance(caught.value, EngineLost)

@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -284,9 +285,9 @@ async def test_when_every_worker_fails_the_run_is_stopped(config: RunConfig, vie
 async def test_a_trainer_without_a_ticket_is_not_waited_for_forever(
     config: RunConfig, view: Notes
 ) -> None:
-    hasty = config.model_copy(update={"launch": LaunchConfig(start_timeout_s=0.2)})
+    hasty = replace(QUICK, ticket=0.2)
     with pytest.raises(EngineError, match="no ticket in 0 s"):
-        await launch(hasty, [], view=view, commands=Programs("time.sleep(60)"), pace=QUICK)
+        await launch(config, [], view=view, commands=Programs("time.sleep(60)"), pace=hasty)
 
 
 async def test_cancelling_stops_all_even_what_ignores_sigterm(

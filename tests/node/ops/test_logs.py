@@ -9,7 +9,7 @@ from support.machine import fill, small_disk
 
 from primerl.node.config.run import LogConfig
 from primerl.node.errors import StorageError
-from primerl.node.ops.logs import JsonLines, PlainLines, configure
+from primerl.node.ops.logs import JsonLines, LogLimits, PlainLines, configure
 
 EVIL = "peer \x1b[31m\x1b]0;title\x07 says\r\n12:00:00 I fake: all is well \u202e \x9b2J"
 
@@ -109,12 +109,12 @@ def test_a_log_is_rotated_by_size_and_a_limited_number_is_kept(
     tmp_path: Path, log: logging.Logger
 ) -> None:
     file = tmp_path / "node.jsonl"
-    configure(LogConfig(max_mib=0.01, keep=2), file)
+    configure(LogConfig(), file, LogLimits(max_bytes=10_000, keep=2))
     for number in range(100):
         log.warning("%d %s", number, "x" * 1000)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["node.jsonl", "node.jsonl.1", "node.jsonl.2"]
-    assert all(path.stat().st_size <= 0.01 * 2**20 for path in tmp_path.iterdir())
+    assert all(path.stat().st_size <= 10_000 for path in tmp_path.iterdir())
     assert json.loads(file.read_text().splitlines()[-1])["message"].startswith("99 ")
 
 
@@ -141,7 +141,8 @@ def test_a_mistake_of_ours_in_a_log_call_is_still_shown(
 def test_a_log_can_be_read_by_its_owner_alone(tmp_path: Path, log: logging.Logger) -> None:
     before = os.umask(0o022)
     try:
-        configure(LogConfig(max_mib=0.001, keep=1), tmp_path / "logs" / "worker.jsonl")
+        limits = LogLimits(max_bytes=1000, keep=1)
+        configure(LogConfig(), tmp_path / "logs" / "worker.jsonl", limits)
         for _ in range(50):
             log.info("a line of some length that fills the file")
     finally:

@@ -31,12 +31,12 @@ class Valve:
 @pytest.mark.parametrize(
     ("section", "told", "leases", "inflight"),
     [
-        ({"concurrency": {"min_inflight": 8, "max_inflight": 8}}, 0, 3, 8),
+        ({"max_batch": 8}, 0, 3, 8),
         ({"max_batch": 6}, 0, 3, 6),
         ({"max_batch": 6, "dp": 2}, 0, 4, 12),
         ({}, 2, 2, 8),
     ],
-    ids=["a fixed number", "what it batches", "two engines", "told"],
+    ids=["another batch", "what it batches", "two engines", "told"],
 )
 async def test_a_worker_holds_what_its_engine_can_do_and_one_lease_more(
     tmp_path: Path,
@@ -83,7 +83,7 @@ async def test_a_worker_that_the_operator_named_need_not_earn_its_first_leases(
         verification={"references": references},
     ) as swarm:
         await swarm.start_trainer()
-        section = {"dtype": "bfloat16", "concurrency": {"min_inflight": 8, "max_inflight": 8}}
+        section = {"dtype": "bfloat16", "max_batch": 8}
         worker = swarm.add_worker("w1", engine=WitnessEngine(fakes, "w1"), engine_section=section)
         seen: list[int] = []
         async with asyncio.timeout(60):

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from primerl.node.config.run import RunConfig
 from primerl.node.errors import UsageError
@@ -251,12 +250,6 @@ def test_likelihood_ratios_count_as_far_as_they_are_ratios() -> None:
     assert other_scale(rng.normal(3.0, 12.0, 4000)) == 0.0  # they lean to another policy
 
 
-def config(fingerprint: str, dtype: str) -> RunConfig:
-    return RunConfig.model_validate(
-        {"verification": {"fingerprint": fingerprint}, "engine": {"dtype": dtype}}
-    )
-
-
 def test_what_is_suspect_comes_before_what_is_rejected() -> None:
     for reject, suspect in BUILT_IN.values():
         assert all(getattr(suspect, name) < getattr(reject, name) for name in MEASURES)
@@ -276,12 +269,3 @@ def test_built_in_bounds_say_that_no_sample_is_behind_them() -> None:
     assert contract.bounds == "fixed"
     assert (contract.honest_rollouts, contract.source) == (0, "built in for bfloat16")
     assert contract.other_scale == 0.0, "unmeasured noise bans nobody"
-
-
-def test_a_fingerprint_that_was_removed_says_what_to_set() -> None:
-    with pytest.raises(
-        ValidationError, match=r'removed: set verification\.fingerprint = "projection"'
-    ):
-        config("toploc", "float32")
-    with pytest.raises(ValidationError, match="projection"):
-        config("other", "float32")

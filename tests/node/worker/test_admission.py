@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from support.waiting import until
 
-from primerl.node.config.engine import ConcurrencyConfig
 from primerl.node.errors import EngineError, EngineLost
-from primerl.node.inference.concurrency import SETTLE_S, Concurrency
+from primerl.node.inference.concurrency import SETTLE_S, Concurrency, ConcurrencyLimits
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker.rollouts import MAX_LOSSES, AdmissionControl, TurnLimiter
@@ -60,7 +59,9 @@ class AdmissionBench:
         self.now = 0.0
         self.engine = HeldEngine()
         concurrency = Concurrency(
-            ConcurrencyConfig(initial_inflight=cap, **config), max_batch=cap, max_model_len=8
+            max_batch=cap,
+            max_model_len=8,
+            limits=ConcurrencyLimits(initial_inflight=cap, **config),
         )
         self.admission = AdmissionControl(self.engine, concurrency, clock=lambda: self.now)
         self.asked: dict[Begun, asyncio.Task[Completion]] = {}

@@ -20,7 +20,7 @@ from primerl.node.p2p.heads import HeadStore
 from primerl.node.p2p.serve import ChunkArrivals
 from primerl.node.storage.chunk_store import QuotaExceeded
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer.publisher import Publisher
+from primerl.node.trainer.publisher import Publisher, PublisherLimits
 from primerl.node.training.backend import Snapshot
 from primerl.node.weights.chain import VersionChain
 from primerl.node.weights.replica import EMPTY, Policy, WeightReplica
@@ -60,6 +60,7 @@ class Kept:
                 keep_chunks=self.pinned,
             ),
             keep_states=2,
+            limits=PublisherLimits(keep_s=0.0),
         )
 
     async def publish(self, version: int, share: float) -> None:
@@ -100,7 +101,7 @@ def test_every_version_that_is_promised_can_be_reached_from_nothing_and_from_any
     """Dense deltas outweigh snapshots, sparse ones do not."""
 
     async def live(directory: Path) -> None:
-        config = WeightsConfig(keep_versions=keep, anchor_interval=interval, keep_s=0)
+        config = WeightsConfig(keep_versions=keep, anchor_interval=interval)
         kept = Kept(directory, config, is_slow=is_slow)
         for version in range(versions):
             await kept.publish(version, share)
@@ -129,7 +130,7 @@ async def test_snapshots_come_by_interval_and_when_the_deltas_outweigh_the_last(
 ) -> None:
     snapshots: dict[float, list[int]] = {}
     for share, interval in ((0.01, 8), (0.9, 100)):
-        config = WeightsConfig(keep_versions=100, anchor_interval=interval, keep_s=0)
+        config = WeightsConfig(keep_versions=100, anchor_interval=interval)
         kept = Kept(tmp_path / str(share), config)
         for version in range(17):
             await kept.publish(version, share)
@@ -147,7 +148,7 @@ async def test_snapshots_come_by_interval_and_when_the_deltas_outweigh_the_last(
 
 
 async def test_a_long_run_needs_no_more_room_than_what_it_keeps(tmp_path: Path) -> None:
-    config = WeightsConfig(keep_versions=4, anchor_interval=5, keep_s=0)
+    config = WeightsConfig(keep_versions=4, anchor_interval=5)
     kept = Kept(tmp_path, config)
     sizes: list[int] = []
     for version in range(60):
@@ -162,7 +163,7 @@ async def test_a_long_run_needs_no_more_room_than_what_it_keeps(tmp_path: Path) 
 async def test_a_quota_that_is_reached_publishes_nothing_and_leaves_the_rest_whole(
     tmp_path: Path,
 ) -> None:
-    config = WeightsConfig(keep_versions=50, anchor_interval=50, keep_s=0)
+    config = WeightsConfig(keep_versions=50, anchor_interval=50)
     kept = Kept(tmp_path, config, max_bytes=20_000)
 
     async def fill() -> None:

@@ -1,0 +1,47 @@
+"""Config keys that were removed, and what takes their place.
+
+A key stays here for a release: an old config is refused with a line that says what to do now.
+"""
+
+REMOVED = {
+    ".lease_timeout_s": "a judge takes a prompt back after 120 s, a run by rollouts.lease_timeout_s",
+    ".leases_per_worker": "a judge's worker holds 32 prompts, a run's rollouts.leases_per_worker",
+    "api.max_body_mib": "a request has 8 MiB at most: leave it out",
+    "api.max_choices": "a request has 128 completions at most: leave it out",
+    "api.max_stop_strings": "a request has 16 stop strings at most: leave it out",
+    "api.stream_tokens": "a chunk of a stream has 32 tokens at most: leave it out",
+    "checkpoint.async_save": "checkpoints are always written beside the steps: leave it out",
+    "engine.batch_window_ms": "`hf` waits 3 ms for more requests: leave it out",
+    "engine.concurrency": (
+        "a worker measures how many sequences its engine holds, and engine.max_batch "
+        "bounds them: leave it out"
+    ),
+    "engine.max_restarts": "an engine is restarted five times in a row: leave it out",
+    "launch.start_timeout_s": "the trainer has 300 s to write its ticket: leave it out",
+    "log.keep": "four log files that were put aside are kept: leave it out",
+    "log.max_mib": "a log file is put aside at 16 MiB: leave it out",
+    "network.connect_timeout_s": "a connection may take 10 s: leave it out",
+    "network.max_streams_per_peer": "32 requests of one peer are answered at a time: leave it out",
+    "pp.stall_s": "a stage that is silent for 20 s counts as lost: leave it out",
+    "verification.audit_timeout_s": "an audit may take 120 s: leave it out",
+    "verification.false_bans": (
+        "an honest worker is banned with a probability of 0.001 in the whole run: leave it out"
+    ),
+    "verification.fingerprint": "there is one fingerprint, projection: leave it out",
+    "weights.head_ttl_s": "a chain head is accepted for a day: leave it out",
+    "weights.keep_s": (
+        "a version can be fetched for 60 s at least, and longer by weights.keep_versions: "
+        "leave it out"
+    ),
+}
+"""Dotted key or section -> what to do now; not below others if it begins with a dot."""
+
+
+def replacement(name: str) -> str:
+    """Return what takes the place of a removed dotted key, or of the section that it is in; else ""."""
+    parts = ["", *(part for part in name.replace("-", "_").split(".") if not part.isdigit())]
+    for end in range(len(parts), 1, -1):
+        for start in range(end):
+            if instead := REMOVED.get(".".join(parts[start:end])):
+                return instead
+    return ""

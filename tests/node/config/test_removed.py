@@ -1,0 +1,42 @@
+"""Keys that were removed: an old config is refused with a line that says what to do now."""
+
+from pathlib import Path
+
+import pytest
+
+from primerl.node.config.loader import COMMANDS, keys, load
+from primerl.node.config.removed import REMOVED, replacement
+from primerl.node.config.run import RunConfig
+from primerl.node.errors import UsageError
+
+
+def test_a_removed_key_says_what_takes_its_place_wherever_it_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text("[engine.concurrency]\nmax_inflight = 9\n[log]\nkeep = 1\n")
+    with pytest.raises(UsageError) as caught:
+        load(RunConfig, ["@", str(file)], {})
+    text = str(caught.value)
+    assert f"engine.concurrency in {file} was removed: {REMOVED['engine.concurrency']}" in text
+    assert f"log.keep in {file} was removed: {REMOVED['log.keep']}" in text
+    with pytest.raises(UsageError, match=r"log\.keep on the command line was removed: four"):
+        load(RunConfig, ["--log.keep", "1"], {})
+    with pytest.raises(UsageError, match="PRIMERL_LOG__KEEP in the environment was removed: four"):
+        load(RunConfig, [], {"PRIMERL_LOG__KEEP": "1"})
+
+
+def test_a_removed_key_is_known_below_other_sections_and_by_its_section() -> None:
+    assert replacement("engine.concurrency.min-inflight") == REMOVED["engine.concurrency"]
+    assert replacement("environments.0.engine.max_restarts") == REMOVED["engine.max_restarts"]
+    assert not replacement("engine.max_restart")
+    assert not replacement("engine")
+    assert "120 s" in replacement("lease_timeout_s")
+    assert not replacement("rollouts.lease_timeout_s")
+
+
+@pytest.mark.parametrize("removed", REMOVED)
+def test_no_key_is_removed_and_there(removed: str) -> None:
+    for command in COMMANDS:
+        names = list(keys(command))
+        assert not [
+            key for key in names if f".{key}".endswith(f".{removed}") or f".{key}" == removed
+        ]
