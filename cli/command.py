@@ -184,10 +184,9 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     from ..node.models.architectures import read_config as read_model
 
     check_device("training.device", config.training.device)
-    if config.model.create is None:
-        if "name" not in config.model.model_fields_set:
-            raise UsageError("no model: set model.name to a directory or a hub id")
-        read_model(config.model)
+    if config.model.create is None and "name" not in config.model.model_fields_set:
+        raise UsageError("no model: set model.name to a directory or a hub id")
+    read_model(config.model)
     if not isinstance(config, RunConfig):
         return
     check_device("engine.device", config.engine.device)

@@ -29,6 +29,7 @@ from ..inference.vllm_arguments import (
     is_installed,
     read_shape,
 )
+from ..models.architectures import created_config
 from ..ops.logs import configure
 from ..ops.monitors import check_monitors
 from ..process.spawn import PARENT_VARIABLE
@@ -158,7 +159,7 @@ def check_config(
         return
     directory = expand_home(model.name)
     if model.create is not None:
-        shape = model.create.model_dump()
+        shape = created_config(model.create)
     elif (directory / "config.json").is_file():
         shape = read_shape(directory)
     else:

@@ -352,12 +352,18 @@ def _knows(cls: type[BaseModel], path: Sequence[str]) -> bool:
 
 def _inside_dict(cls: type[BaseModel], path: Sequence[str]) -> bool:
     annotation, rest = _field(cls, path)
-    return bool(rest) and get_origin(annotation) is dict
+    return bool(rest) and _origin_of(annotation) is dict
 
 
 def _is_container(cls: type[BaseModel], path: Sequence[str]) -> bool:
     annotation, rest = _field(cls, path)
-    return not rest and get_origin(annotation) in (dict, list, tuple)
+    return not rest and _origin_of(annotation) in (dict, list, tuple)
+
+
+def _origin_of(annotation: Any) -> Any:
+    """Return the kind of a container's annotation, also if it is optional; None for others."""
+    origins = [get_origin(candidate) for candidate in (annotation, *get_args(annotation))]
+    return next((origin for origin in origins if origin in (dict, list, tuple)), None)
 
 
 def _is_list(cls: type[BaseModel], path: Sequence[str]) -> bool:

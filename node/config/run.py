@@ -167,63 +167,15 @@ class NetworkConfig(BaseConfig):
     """PEM file of certificates that seeds may have beside those that the system trusts."""
 
 
-EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
-"""Fields of ModelCreateConfig that a dense model does not have."""
-
-
-class ModelCreateConfig(BaseConfig):
-    """Shape of a model that is made locally with random weights (Qwen3 architecture)."""
-
-    hidden_size: Positive = 96
-    """Width of the hidden states."""
-    num_hidden_layers: Positive = 2
-    """Layers."""
-    num_attention_heads: Positive = 4
-    """Query heads of a layer."""
-    num_key_value_heads: Positive = 2
-    """Key and value heads; fewer than the query heads, which share them."""
-    head_dim: Positive = 32
-    """Width of a head."""
-    intermediate_size: Positive = 192
-    """Width of a layer's MLP."""
-    num_experts: Annotated[int, Field(ge=0)] = 0
-    """Experts of each layer (Qwen3-MoE architecture); 0 is a dense model."""
-    num_experts_per_tok: Positive = 2
-    """Experts that each token is sent to, where there are experts."""
-    moe_intermediate_size: Positive = 64
-    """Width of an expert's MLP."""
-    norm_topk_prob: bool = True
-    """The weights of a token's experts add up to 1."""
-    vocab_size: Positive = 288
-    """Rows of the embedding; at least the tokens of the byte-level tokenizer that is made with it."""
-    rope_theta: Annotated[float, Field(gt=0)] = 100.0
-    """Base of the rotary embedding's wavelengths."""
-    tie_word_embeddings: bool = True
-    """Use one table for the embedding and the output head."""
-    max_position_embeddings: Positive = 1024
-    """Longest sequence, tokens."""
-
-    @model_validator(mode="after")
-    def _has_the_experts_of_a_token(self) -> Self:
-        if 0 < self.num_experts < self.num_experts_per_tok:
-            raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}: set at most num_experts, "
-                f"{self.num_experts}"
-            )
-        return self
-
-    def shape(self) -> dict[str, Any]:
-        """All fields that the model has: a dense one has none of experts."""
-        return self.model_dump(exclude=set() if self.num_experts else EXPERT_FIELDS)
-
-
 class ModelConfig(BaseConfig):
     """The model that a run trains."""
 
     name: str = "tiny-qwen3"
     """A local directory or a hub id; with `create` it is only a label."""
-    create: ModelCreateConfig | None = None
-    """Make the model and a byte-level tokenizer here instead of loading one."""
+    create: dict[str, Any] | None = None
+    """Make a Qwen3 with random weights and a byte-level tokenizer here instead of loading one: fields of its
+    transformers config (`hidden_size = 96`, `num_hidden_layers = 2`), others are those of a tiny model. With
+    `num_experts` it is a Qwen3-MoE."""
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=64)]

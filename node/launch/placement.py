@@ -24,7 +24,7 @@ from ..memory_plan.memory import (
     worker_share,
 )
 from ..memory_plan.shape import ModelShape, read_shape
-from ..models.architectures import text_config
+from ..models.architectures import created_config, text_config
 from ..models.json_files import read_json
 
 Names = tuple[str, ...]
@@ -212,8 +212,7 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
     """Read the shape of a model that is made here or is in a directory; None for others."""
     try:
         if model.create is not None:
-            family = "qwen3_moe" if model.create.num_experts else "qwen3"
-            return read_shape({"model_type": family, **model.create.model_dump()})
+            return read_shape(created_config(model.create))
         directory = expand_home(model.name)
         if not directory.is_dir():
             return None

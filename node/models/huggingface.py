@@ -4,13 +4,15 @@ The only file that imports transformers. It must never run code that comes with 
 everywhere, and weights are read from safetensors only.
 """
 
+import difflib
+import inspect
 import json
 import logging
 import re
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
 from importlib import import_module
 from io import StringIO
@@ -18,10 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.paths import expand_home
-from ..config.run import ModelCreateConfig
-from ..errors import EngineError, StorageError, named_line, one_line
+from ..errors import EngineError, StorageError, UsageError, named_line, one_line
 from ..storage.run_files import make_directory
 from ..weights.state import FLOATS, State
+from .architectures import created_config
 from .json_files import read_json
 from .model_files import (
     CONTRACT_PATTERNS,
@@ -39,7 +41,7 @@ from .text_models import ALONE, QUANTIZED, SIZES, reads_images, text_model
 from .tokenizer_files import DEFAULT, TEMPLATE_FOLDER, read_tokenizer_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -162,31 +164,53 @@ PROBE = (
 # -- making ---------------------------------------------------------------------------------------
 
 
-def create(directory: Path, config: ModelCreateConfig, seed: int) -> None:
+OURS = frozenset("dtype model_type architectures eos_token_id pad_token_id bos_token_id".split())
+"""Fields of a created model's config that follow from the others, or from its tokenizer."""
+
+
+def check_fields(family: str, names: Iterable[str]) -> None:
+    """Check that the config class of a model that is made here has these fields. Raises UsageError."""
+    has = inspect.signature(_created_class(family, "Config").__init__).parameters.keys() - OURS
+    for name in names:
+        if name not in has:
+            close = difflib.get_close_matches(name, has, n=1)
+            hint = f": did you mean {close[0]}?" if close else ""
+            raise UsageError(f"model.create.{name} is no field of a new {family}{hint}")
+
+
+def _created_class(family: str, kind: str) -> Any:
+    name = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[family]
+    return getattr(_transformers(), f"{name}{kind}")
+
+
+def create(directory: Path, fields: Mapping[str, Any], seed: int) -> None:
     """Write a Qwen3 or Qwen3-MoE model with random fp32 weights and a byte-level tokenizer.
 
-    The same config and seed give the same files. Token ids 0..255 are the bytes themselves.
-    Raises EngineError if the vocabulary is smaller than the tokenizer's, StorageError.
+    `fields` are those of [model.create]. The same ones and the same seed give the same files. Token ids 0..255
+    are the bytes themselves. Raises UsageError for fields that transformers refuses, EngineError if the
+    vocabulary is smaller than the tokenizer's, StorageError.
     """
     import torch
 
-    transformers = _transformers()
-    tokenizer = _byte_tokenizer(config.max_position_embeddings)
-    if len(tokenizer) > config.vocab_size:
+    config = created_config(fields)
+    tokenizer = _byte_tokenizer(config["max_position_embeddings"])
+    if len(tokenizer) > config["vocab_size"]:
         raise EngineError(
-            f"model.create.vocab_size is {config.vocab_size}: set {len(tokenizer)} or more"
+            f"model.create.vocab_size is {config['vocab_size']}: set {len(tokenizer)} or more"
         )
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    shape = config.shape()
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    shape = {"rope_parameters": rope, **config}
+    family = shape.pop("model_type")
     del shape["rope_theta"]
-    family = "Qwen3Moe" if config.num_experts else "Qwen3"
-    model_config = getattr(transformers, f"{family}Config")(
-        **shape, **ends, bos_token_id=None, rope_parameters=rope, dtype="float32"
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, f"{family}ForCausalLM")(model_config).to(torch.float32)
+    make_model = _created_class(family, "ForCausalLM")
+    try:
+        made = _created_class(family, "Config")(**shape, **ends, bos_token_id=None, dtype="float32")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = make_model(made).to(torch.float32)
+    except Exception as error:  # transformers raises whatever it comes upon
+        raise UsageError(f"model.create: transformers refuses it: {one_line(error)}") from error
     make_directory(directory)
     try:
         save(model, tokenizer, directory)

@@ -16,7 +16,7 @@ import gc
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from primerl.crypto.hashing import NO_DIGEST
-from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import TrainingConfig
 from primerl.node.models.huggingface import create, load_model, policy_state
 from primerl.node.weights.blocks import BLOCK, measure
 from primerl.node.weights.codec import CODEC, encode_full
@@ -45,12 +45,10 @@ TENSOR = 4 << 20
 """Elements of a synthetic tensor."""
 SHARES = (0.001, 0.01, 0.015, 0.05, 0.30, 1.0)
 
-DEMO = ModelCreateConfig(hidden_size=96, num_hidden_layers=2)
+DEMO = {"hidden_size": 96, "num_hidden_layers": 2}
 """As in configs/demo.toml."""
 DEMO_LR = 8e-4
-MIDDLE = ModelCreateConfig.model_validate(
-    SHAPES["50m"] | {"num_hidden_layers": 16, "vocab_size": 8192}
-)
+MIDDLE = SHAPES["50m"] | {"num_hidden_layers": 16, "vocab_size": 8192}
 """54.5M parameters."""
 RATES = (1e-6, 3e-6, 1e-5)
 COLUMNS = (
@@ -92,7 +90,7 @@ class Pair:
 class Training:
     """Training settings of a model: fp32 masters, cross-entropy."""
 
-    shape: ModelCreateConfig
+    shape: Mapping[str, Any]
     length: int
     batch: int
     warm_steps: int

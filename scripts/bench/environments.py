@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
-from primerl.node.config.run import EnvironmentConfig, ModelCreateConfig
+from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.environment import Branch, Environment
 from primerl.node.environments.hosted import HostedEnvironment
 from primerl.node.environments.verifiers import VerifiersEnvironment
@@ -45,7 +45,7 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each environment, number of tokens, and operation."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        huggingface.create(Path(directory), ModelCreateConfig(), 0)
+        huggingface.create(Path(directory), {}, 0)
         environments: dict[str, Environment] = {}
         for name, make in (("in process", VerifiersEnvironment), ("hosted", HostedEnvironment)):
             environments[name] = make(

@@ -13,6 +13,7 @@ import logging
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.engine_cases import blended, sharp
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.errors import NodeError
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
@@ -32,20 +33,18 @@ from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State
 from primerl.scripts.bench.report import at_most, conclude, make_parser
 
-DENSE = ModelCreateConfig(
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    vocab_size=32_000,
-    max_position_embeddings=2048,
-)
-EXPERTS = DENSE.model_copy(
-    update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-)
-TINY = ModelCreateConfig(hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=320)
+DENSE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32_000,
+    "max_position_embeddings": 2048,
+}
+EXPERTS = DENSE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "vocab_size": 320}
 LENGTH, TOKENS, ROW_S = 1024, 64, 240.0
 FAR, OFF = 0.05, 0.08
 """Maximum mean distance of proofs, and maximum mean difference of logprobs, from fp32."""
@@ -105,7 +104,7 @@ class Case:
     changed: Changed
 
     @classmethod
-    def make(cls, directory: Path, shape: ModelCreateConfig) -> "Case":
+    def make(cls, directory: Path, shape: Mapping[str, Any]) -> "Case":
         """Make random weights, as sharp as a trained model's; a fifth of the second policy is new."""
         states: list[State] = []
         for seed in (1, 0):  # the directory keeps the last

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from primerl.node.config.run import EXPERT_FIELDS, ModelCreateConfig
 from primerl.node.models import huggingface
+from primerl.node.models.architectures import OF_EXPERTS
 from primerl.node.training.backend import Sample
 from primerl.node.weights.state import Changed, State, Tensor
 
@@ -75,14 +75,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Fields of ModelCreateConfig. `moe` has 2.9 G parameters, of which 1.1 G are active per token. On two CPU
+"""Fields of [model.create]. `moe` has 2.9 G parameters, of which 1.1 G are active per token. On two CPU
 cores `small` takes some ten milliseconds for a token of 64 sequences."""
 
 
 def make_model(directory: Path, shape: str) -> None:
     """Make a model directory of a shape with random weights, for rows of up to 131,072 tokens."""
     sizes = {"max_position_embeddings": 131072, "rope_theta": 1e6, **SHAPES[shape]}
-    huggingface.create(directory, ModelCreateConfig.model_validate(sizes), seed=0)
+    huggingface.create(directory, sizes, seed=0)
 
 
 def fake_batch(lengths: list[int], vocabulary: int, *, seed: int) -> list[Sample]:
@@ -101,8 +101,8 @@ def random_policy(directory: Path, shape: str, **changes: Any) -> dict[str, Tens
 
     `changes` are applied to the config. A shape with `num_experts` makes a Qwen3-MoE.
     """
-    experts = {name: value for name, value in SHAPES[shape].items() if name in EXPERT_FIELDS}
-    huggingface.create(directory, ModelCreateConfig.model_validate(experts), 0)
+    experts = {name: value for name, value in SHAPES[shape].items() if name in OF_EXPERTS}
+    huggingface.create(directory, experts, 0)
     (directory / "model.safetensors").unlink()
     path = directory / "config.json"
     config = json.loads(path.read_text()) | SHAPES[shape] | changes

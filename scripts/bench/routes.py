@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import EngineConfig, TrainingConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.models import huggingface, model_files
@@ -89,15 +89,15 @@ class Case:
 
 def make_model(options: argparse.Namespace, directory: Path) -> State:
     """Make a random mixture of experts in `directory`."""
-    shape = ModelCreateConfig(
-        hidden_size=128,
-        num_hidden_layers=options.layers,
-        intermediate_size=256,
-        num_experts=32,
-        num_experts_per_tok=4,
-        moe_intermediate_size=64,
-        vocab_size=272,
-    )
+    shape = {
+        "hidden_size": 128,
+        "num_hidden_layers": options.layers,
+        "intermediate_size": 256,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "vocab_size": 272,
+    }
     huggingface.create(directory, shape, options.seed)
     state = huggingface.policy_state(huggingface.load_model(directory))
     state = {

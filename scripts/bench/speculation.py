@@ -31,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.engine_cases import log_odds, repeating, write_draft_head
 from support.family_cases import random_family
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
+from primerl.node.models.architectures import created_config
 from primerl.node.weights.state import State
 from primerl.scripts.bench.models import SHAPES
 from primerl.scripts.bench.report import at_least, conclude, make_parser
@@ -84,15 +85,16 @@ class Drafting:
         shape = dict(SHAPES[options.shape])
         if options.shape == "tiny":
             shape["head_dim"] = 32
-        made = ModelCreateConfig.model_validate(shape | {"tie_word_embeddings": False})
+        made = shape | {"tie_word_embeddings": False}
         if options.draft == "mtp":
-            sizes = made.shape() | {
+            sizes = created_config(made)
+            sizes |= {
                 # experts in the last layer and in the head, with as much work for a token as the others
-                "first_k_dense_replace": made.num_hidden_layers - 1,
-                "moe_intermediate_size": made.intermediate_size // 2,
+                "first_k_dense_replace": sizes["num_hidden_layers"] - 1,
+                "moe_intermediate_size": sizes["intermediate_size"] // 2,
                 "num_experts_per_tok": 1,
             }
-            del sizes["rope_theta"]
+            del sizes["rope_theta"], sizes["model_type"]
             with torch.device("cuda" if options.cuda else "cpu"):
                 model = random_family("glm4_moe", directory, **sizes)
             state = huggingface.policy_state(model)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig, TrainingConfig
+from primerl.node.config.run import EngineConfig, RunConfig, TrainingConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.model import LanguageModel
@@ -97,7 +97,7 @@ class Drawn:
 
 def make_model(options: argparse.Namespace, directory: Path) -> State:
     """Make a random model in `directory`."""
-    shape = ModelCreateConfig(hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=512)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 512}
     huggingface.create(directory, shape, options.seed)
     state = huggingface.policy_state(huggingface.load_model(directory))
     state = {

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.training.backend import Sample, TrainBatch
@@ -44,7 +44,7 @@ class Recipe:
 
     name: str
     shape: tuple[tuple[str, int], ...]
-    """Fields of ModelCreateConfig."""
+    """Fields of [model.create]."""
     words: int
     steps: int
     rows: int
@@ -182,9 +182,7 @@ def trained_model(
     if not directory.exists():
         with tempfile.TemporaryDirectory(dir=_made(cache)) as name:
             work = Path(name) / "model"
-            huggingface.create(
-                work, ModelCreateConfig.model_validate(dict(wanted.shape)), wanted.seed
-            )
+            huggingface.create(work, dict(wanted.shape), wanted.seed)
             (work / LOSS).write_text(json.dumps(_train(work, wanted, device, say)))
             if not directory.exists():  # another process may have been faster
                 work.rename(directory)

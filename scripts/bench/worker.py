@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from primerl.node.config.run import ModelCreateConfig
 from primerl.node.errors import NetworkError
 from primerl.node.ops import control
 from primerl.scripts.bench.children import Child
@@ -151,7 +150,7 @@ def make_model(directory: Path, shape: str, length: int, tokens: int) -> None:
     changes: dict[str, Any] = {"head_dim": 32} if shape == "tiny" else {}
     # a separate head: a tied one would repeat the last token, the more the larger its rows
     changes |= {"tie_word_embeddings": False, "max_position_embeddings": length}
-    config = ModelCreateConfig.model_validate({**SHAPES[shape], **changes})
+    config = {**SHAPES[shape], **changes}
     huggingface.create(directory, config, seed=0)
     path = directory / "model.safetensors"
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(path).items()}

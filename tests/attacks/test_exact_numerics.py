@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -27,7 +28,7 @@ from support.exact_cases import (
 )
 from support.protocol_cases import played_otherwise
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
+from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.numerics import config_for_run
@@ -53,18 +54,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-SHAPE = ModelCreateConfig(
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=512,
-)
-MIXTURE = SHAPE.model_copy(
-    update={"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-)
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+}
+MIXTURE = SHAPE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HONEST, CROSSED, CHEATED = 192, 64, 32
 """Rollouts."""
 OWN, NEXT, OTHER = 1, 2, 9
@@ -84,7 +83,7 @@ class Court:
 
     @property
     def wanted(self) -> list[GenerateRequest]:
-        return requests(HONEST, PROMPT, 64, SHAPE.vocab_size)
+        return requests(HONEST, PROMPT, 64, SHAPE["vocab_size"])
 
     async def judged(self, items: Sequence[AuditItem], *, beside: bool = True) -> list[Judgement]:
         """Audit and judge each as a rollout of its own."""
@@ -119,7 +118,7 @@ async def court(
 
 
 @asynccontextmanager
-async def opened(directory: Path, dtype: str, shape: ModelCreateConfig) -> AsyncGenerator[Court]:
+async def opened(directory: Path, dtype: str, shape: Mapping[str, Any]) -> AsyncGenerator[Court]:
     """In a run that replays the routes of a mixture of experts."""
     first = make_qwen3(directory, 0, shape)
     states = {OWN: first, NEXT: altered(first, stepped(1e-5))}

@@ -32,14 +32,12 @@ from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.protocol.errors import Reason
 from primerl.protocol.rollouts import Evidence, RolloutRecord
 
-MIXTURE = SHAPE.model_copy(
-    update={
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "head_dim": 32,  # vLLM without a GPU computes no smaller heads
-    }
-)
+MIXTURE = SHAPE | {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,  # vLLM without a GPU computes no smaller heads
+}
 ON_ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
 Routes = NDArray[np.int16]
 Forge = Callable[[Routes, Tensor], Routes]
@@ -154,7 +152,7 @@ def rng(routes: Routes) -> np.random.Generator:
 
 
 def random_route(routes: Routes, _: Tensor) -> Routes:
-    shape = (*routes.shape[:2], MIXTURE.num_experts)
+    shape = (*routes.shape[:2], MIXTURE["num_experts"])
     return rng(routes).random(shape).argsort(axis=2)[..., : routes.shape[2]].astype(np.int16)
 
 

@@ -66,9 +66,7 @@ def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def case(kind: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Case:
-    shape = SHAPE.model_copy(
-        update={"head_dim": 32}
-    )  # vLLM without a GPU computes no smaller heads
+    shape = SHAPE | {"head_dim": 32}  # vLLM without a GPU computes no smaller heads
     make = partial(make_qwen3, shape=shape)
     case = await make_case(tmp_path_factory.mktemp("supports"), kind[1], make)
     honest = await generate(

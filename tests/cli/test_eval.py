@@ -18,7 +18,7 @@ from primerl.cli.tables import ProgressView, console, status_lines
 from primerl.node.app.eval import EvalFactories, evaluate
 from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.loader import load
-from primerl.node.config.run import EnvironmentConfig, ModelCreateConfig
+from primerl.node.config.run import EnvironmentConfig
 from primerl.node.config.training import LoraConfig
 from primerl.node.environments.chat import DATE
 from primerl.node.environments.environment import Environment, EnvironmentFailed
@@ -36,7 +36,7 @@ from primerl.node.weights.state import Tensor, digests
 
 from .conftest import Cli
 
-SHAPE = ModelCreateConfig(hidden_size=32, intermediate_size=64, head_dim=16)
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
 FAST = ("--engine.device", "cpu", "--engine.max-model-len", "64")
 
 
@@ -47,7 +47,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("outputs") / "run"
     base = make_qwen3(run / "model", 0, SHAPE)
     told = {
-        "model": {"name": "tiny", "create": SHAPE.model_dump()},
+        "model": {"name": "tiny", "create": SHAPE},
         "environment": {"id": "reverse-text", "args": {"min_len": 4, "max_len": 5}, "max_turns": 8},
         "sampling": {"max_tokens": 4, "temperature": 1.0},
     }

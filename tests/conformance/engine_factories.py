@@ -31,7 +31,7 @@ class Factory:
 
 def _wide_qwen3(directory: Path, seed: int) -> State:
     """vLLM without a GPU has no attention for heads smaller than 32."""
-    return make_qwen3(directory, seed, SHAPE.model_copy(update={"head_dim": 32}))
+    return make_qwen3(directory, seed, SHAPE | {"head_dim": 32})
 
 
 def _vllm() -> Engine:

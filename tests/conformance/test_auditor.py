@@ -47,7 +47,7 @@ KINDS = [
     pytest.param(("vllm", "float32"), marks=VLLM),
     pytest.param(("vllm", "bfloat16"), marks=[pytest.mark.nightly, *VLLM[1:]]),
 ]
-WIDE = SHAPE.model_copy(update={"head_dim": 32})
+WIDE = SHAPE | {"head_dim": 32}
 """vLLM without a GPU computes no smaller attention heads."""
 
 

@@ -15,7 +15,7 @@ from support.engine_cases import blended, make_qwen3
 from support.exact_cases import play, requests
 from support.protocol_cases import played_otherwise
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.quantization import quantize
@@ -34,9 +34,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of vLLM, torch and CUDA, in versions that vary
 ]
 
-SHAPE = ModelCreateConfig(
-    hidden_size=256, num_hidden_layers=4, head_dim=128, intermediate_size=512, vocab_size=320
-)
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "head_dim": 128,
+    "intermediate_size": 512,
+    "vocab_size": 320,
+}
 CONFIG = EngineConfig(
     type="vllm",
     dtype="bfloat16",
@@ -145,7 +149,7 @@ async def test_an_audit_tells_fp8_rollouts_from_bf16_ones(tmp_path: Path) -> Non
     run = structs.replace(run, proofs=structs.replace(run.proofs, quantization="fp8"))
     run = played_otherwise(run, temperature=1.0)
     auditor = VllmAuditor(CONFIG, timeout_s=240.0)
-    asked = requests(64, 40, 64, SHAPE.vocab_size)
+    asked = requests(64, 40, 64, SHAPE["vocab_size"])
     found: dict[str, list[float]] = {}
     try:
         await auditor.start(tmp_path, run)

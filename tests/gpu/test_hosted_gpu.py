@@ -18,7 +18,7 @@ import torch
 from support.engine_cases import blended
 from support.waiting import until
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
@@ -36,9 +36,13 @@ pytestmark = [
 ]
 
 DEADLINE_S = 200.0
-SHAPE = ModelCreateConfig(
-    hidden_size=256, num_hidden_layers=4, head_dim=64, intermediate_size=512, vocab_size=320
-)
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 320,
+}
 SHARE = 0.2
 
 Policies = tuple[Path, State, State]

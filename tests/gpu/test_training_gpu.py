@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support.family_cases import FAMILIES, make_family
 from torch import Tensor, nn
 
-from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.training import attention, attention_kernels, linear_attention
 from primerl.node.training.attention_kernels import Layout
@@ -45,18 +45,18 @@ NEAR = 0.02
 """Of bf16 kernels, relative and root mean square."""
 SAME = 2e-3
 """Of one bf16 kernel with itself."""
-DENSE = ModelCreateConfig(
-    hidden_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    intermediate_size=512,
-    max_position_embeddings=8192,
-)
+DENSE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "max_position_embeddings": 8192,
+}
 KINDS = {
     "dense": DENSE,
-    "experts": DENSE.model_copy(update={"num_experts": 8, "moe_intermediate_size": 128}),
+    "experts": DENSE | {"num_experts": 8, "moe_intermediate_size": 128},
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from support.engine_cases import blended, repeating, write_draft_head
 from support.family_cases import make_family
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
@@ -38,9 +38,13 @@ TOLERANCE = 0.05
 """Mean absolute difference of a completion's logprobs: bf16 kernels against an fp32 forward pass."""
 DISTANCE = 0.03
 """Of a proof made in bf16 to hidden states in fp32."""
-SHAPE = ModelCreateConfig(
-    hidden_size=256, num_hidden_layers=4, head_dim=64, intermediate_size=512, vocab_size=320
-)
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "vocab_size": 320,
+}
 CONFIG = EngineConfig(
     type="vllm",
     dtype="bfloat16",
@@ -196,7 +200,7 @@ async def test_with_drafts_tokens_logprobs_and_proofs_are_those_without(
         del vllm["enforce_eager"]  # the head is compiled by our doing
         write_draft_head(tmp_path / "base", tmp_path, repeating(random, 64, 0.9))
     else:
-        shape = SHAPE.model_copy(update={"tie_word_embeddings": False, "head_dim": 128})
+        shape = SHAPE | {"tie_word_embeddings": False, "head_dim": 128}
         huggingface.create(tmp_path, shape, 0)
         random = huggingface.policy_state(huggingface.load_model(tmp_path))
         drafts["prompt_lookup_min"] = 1

@@ -20,7 +20,7 @@ from primerl.node.app.worker import WorkerNode
 from primerl.node.config.chat_api import JudgeConfig
 from primerl.node.config.engine import EngineConfig
 from primerl.node.config.judge import JudgeRunConfig
-from primerl.node.config.run import JoinConfig, ModelCreateConfig
+from primerl.node.config.run import JoinConfig
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.environments.judge_model import ANSWERS, JudgeModel
 from primerl.node.evaluation.candidates import candidate, read
@@ -46,7 +46,7 @@ def make_judge(directory: Path) -> Path:
     """A small model with a chat template whose likeliest tokens depend on what it reads."""
     from transformers import AutoModelForCausalLM
 
-    huggingface.create(directory, ModelCreateConfig.model_validate(SHAPE), 5)
+    huggingface.create(directory, SHAPE, 5)
     model = AutoModelForCausalLM.from_pretrained(directory)
     for parameter in model.parameters():
         if parameter.ndim == 2:

@@ -14,7 +14,6 @@ from support.chat_model import IM_END, make_chat_model
 from primerl.node.api.completions import EngineRoutes
 from primerl.node.api.server import ApiLimits, HttpServer, Served, serving
 from primerl.node.api.vllm_proxy import ProxyTargets, VllmProxy
-from primerl.node.config.run import ModelCreateConfig
 from primerl.node.config.serving import ApiConfig
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.inference.engine import Completion, Engine, EngineStats, GenerateRequest
@@ -174,7 +173,7 @@ def chat_dir(directory: Path, **made: Any) -> Path:
     return make_chat_model(directory, **made)
 
 
-SHAPE = ModelCreateConfig(hidden_size=32, intermediate_size=64, head_dim=16, vocab_size=272)
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 272}
 TEMPLATE = """
 {%- if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %}<|im_end|>{% endif -%}
 {%- for m in messages -%}

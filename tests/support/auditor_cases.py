@@ -217,7 +217,7 @@ def measured(answers: Sequence[Measured | Unreadable]) -> list[Measured]:
     return found
 
 
-DEEP = SHAPE.model_copy(update={"num_hidden_layers": 4})
+DEEP = SHAPE | {"num_hidden_layers": 4}
 CUTS = (1, 3)
 """Three stages of a deep model: one layer, two, and one."""
 

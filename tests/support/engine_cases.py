@@ -3,25 +3,31 @@
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Engine, GenerateRequest
 from primerl.node.models import huggingface
+from primerl.node.models.architectures import created_config
 from primerl.node.weights.state import Changed, State, Tensor
 
 STOP = 258
 """<|im_end|> of the byte-level tokenizer."""
-SHAPE = ModelCreateConfig(hidden_size=32, intermediate_size=64, head_dim=16, vocab_size=272)
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "vocab_size": 272}
 MAX_LENGTH = 256
 FP32 = EngineConfig(device="cpu", max_model_len=MAX_LENGTH)
 
 
-def make_qwen3(directory: Path, seed: int, shape: ModelCreateConfig = SHAPE) -> State:
+MADE = created_config(SHAPE)
+"""Its config.json."""
+
+
+def make_qwen3(directory: Path, seed: int, shape: Mapping[str, Any] = SHAPE) -> State:
     """Create a model in `directory`; return its bf16 state, ten times as sharp as a random one."""
     huggingface.create(directory, shape, seed)
     return sharp(huggingface.policy_state(huggingface.load_model(directory)))

@@ -16,7 +16,7 @@ from primerl.node.models import huggingface
 from primerl.node.weights.state import Changed, State, Tensor
 
 SIZES: dict[str, Any] = {
-    "vocab_size": SHAPE.vocab_size,
+    "vocab_size": SHAPE["vocab_size"],
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -180,7 +180,7 @@ def random_family(name: str, directory: Path, seed: int = 0, **changes: Any) -> 
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small = SHAPE.model_copy(update={"num_hidden_layers": 1})
+    small = SHAPE | {"num_hidden_layers": 1}
     with torch.device("cpu"):
         huggingface.create(directory, small, seed)  # for the tokenizer
     make: Any = AutoConfig.for_model

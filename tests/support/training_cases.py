@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
 
-from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.buffer import BranchTokens, RolloutGroup, ScoredRollout
@@ -15,10 +15,14 @@ from primerl.node.training.buffer import BranchTokens, RolloutGroup, ScoredRollo
 if TYPE_CHECKING:
     from primerl.node.training.learner import Learner
 
-TINY = ModelCreateConfig(
-    hidden_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=64
-)
-MIXTURE = TINY.model_copy(update={"num_experts": 6, "moe_intermediate_size": 16})
+TINY = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+}
+MIXTURE = TINY | {"num_experts": 6, "moe_intermediate_size": 16}
 DEVICE = os.environ.get("PRIMERL_TEST_DEVICE", "cpu")
 """With `cuda` the conformance suite of backends runs on GPUs (scripts/bench/gpu.sh)."""
 FAST = TrainingConfig(

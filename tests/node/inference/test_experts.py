@@ -15,7 +15,7 @@ from primerl.node.models import huggingface
 from primerl.node.models.routers import RouterTap
 from primerl.node.weights.state import State
 
-EXPERTS = SHAPE.model_copy(update={"num_experts": 5, "moe_intermediate_size": 32})
+EXPERTS = SHAPE | {"num_experts": 5, "moe_intermediate_size": 32}
 
 
 @pytest.fixture(scope="module")

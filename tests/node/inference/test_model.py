@@ -16,9 +16,7 @@ from primerl.node.inference.model import LanguageModel
 from primerl.node.models import huggingface
 from primerl.node.weights.state import State
 
-UNTIED = SHAPE.model_copy(
-    update={"tie_word_embeddings": False, "num_attention_heads": 6, "rope_theta": 1e6}
-)
+UNTIED = SHAPE | {"tie_word_embeddings": False, "num_attention_heads": 6, "rope_theta": 1e6}
 
 
 @pytest.fixture(scope="module")

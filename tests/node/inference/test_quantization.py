@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine_cases import FP32, SHAPE, blended, make_qwen3, request
+from support.engine_cases import FP32, MADE, SHAPE, blended, make_qwen3, request
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, UsageError
@@ -112,7 +112,7 @@ def test_linear_layers_are_quantized_and_nothing_else(model: tuple[Path, State, 
     names = {name for name, tensor in state.items() if is_quantized(name, tensor.shape)}
     kinds = {name.split(".")[-2] for name in names}
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert len(names) == 7 * SHAPE.num_hidden_layers
+    assert len(names) == 7 * MADE["num_hidden_layers"]
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight"):
         assert not is_quantized(name, (8, 8))
     assert not is_quantized("model.layers.0.self_attn.q_proj.bias", (8,))
@@ -168,7 +168,7 @@ async def test_the_embedded_engine_draws_by_quantized_weights_after_loads_and_up
 
 
 async def test_a_mixture_of_experts_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    make_qwen3(tmp_path, 0, SHAPE.model_copy(update={"num_experts": 4}))
+    make_qwen3(tmp_path, 0, SHAPE | {"num_experts": 4})
     engine = HfEngine(EngineConfig(quantization="fp8"))
     with pytest.raises(UsageError, match="mixture of experts"):
         await engine.start(tmp_path)

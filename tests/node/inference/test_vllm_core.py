@@ -43,7 +43,7 @@ CONFIG = EngineConfig(
 async def core(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[VllmCore, State]]:
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("model")
-    state = make_qwen3(directory, 0, SHAPE.model_copy(update={"head_dim": 32}))
+    state = make_qwen3(directory, 0, SHAPE | {"head_dim": 32})
     core = VllmCore(CONFIG)
     try:
         await core.start(directory, fingerprint="projection")
@@ -141,7 +141,7 @@ async def test_texts_are_read_while_those_of_later_calls_are_sent(
 
 
 async def test_without_a_gpu_there_is_no_sleep(tmp_path: Path) -> None:
-    make_qwen3(tmp_path, 0, SHAPE.model_copy(update={"head_dim": 32}))
+    make_qwen3(tmp_path, 0, SHAPE | {"head_dim": 32})
     engine = VllmCore(CONFIG.model_copy(update={"sleep_after_s": 1.0}))
     with pytest.raises(UsageError, match="sleep_after_s"):
         await engine.start(tmp_path)

@@ -49,7 +49,7 @@ async def test_vllm_draws_what_the_embedded_engine_does_and_an_update_is_a_load_
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
 ) -> None:
     torch.set_num_threads(1)
-    shape = SHAPE.model_copy(update={"head_dim": 32})
+    shape = SHAPE | {"head_dim": 32}
     states = [make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
     new, changed = blended(states[0], states[1], 0.05)
     few, changed_again = blended(new, states[1], 0.001, 1)
@@ -85,7 +85,7 @@ async def test_vllm_draws_what_the_embedded_engine_does_and_an_update_is_a_load_
 async def test_vllm_audits_by_the_quantization_of_the_manifest(tmp_path: Path) -> None:
     """Honest rollouts are those of FP8 weights, whatever the auditor's own config says."""
     torch.set_num_threads(1)
-    shape = SHAPE.model_copy(update={"head_dim": 32})
+    shape = SHAPE | {"head_dim": 32}
     state = make_qwen3(tmp_path, 0, shape)
     run = make_run("float32")
     run = structs.replace(run, proofs=structs.replace(run.proofs, quantization="fp8"))

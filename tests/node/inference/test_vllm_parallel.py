@@ -82,7 +82,7 @@ async def test_however_it_is_spread_the_same_is_drawn_and_updates_are_written_in
 ) -> None:
     """272 words of 320 leave padding to the second rank; an update is to the last bit what a load gives."""
     torch.set_num_threads(1)
-    shape = SHAPE.model_copy(update={"head_dim": 32, "num_hidden_layers": LAYERS})
+    shape = SHAPE | {"head_dim": 32, "num_hidden_layers": LAYERS}
     states = [make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
     new, changed = blended(states[0], states[1], 0.05)
     plain, engine = HfEngine(FP32), build_engine(spread(**fields))
@@ -118,7 +118,7 @@ async def test_ranks_with_parts_of_the_experts_record_what_one_engine_does(
     """Every rank routes all tokens, so the one that is asked has all routes; `whole`: expert parallel."""
     torch.set_num_threads(1)
     fields = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    shape = SHAPE.model_copy(update={"head_dim": 32, **fields})
+    shape = SHAPE | {"head_dim": 32, **fields}
     states = [make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
     new, changed = blended(states[0], states[1], 0.05)
     told = {"enable_return_routed_experts": True}

@@ -24,7 +24,6 @@ from support.vllm_cases import (
     request,
 )
 
-from primerl.node.config.run import ModelCreateConfig
 from primerl.node.errors import EngineError, EngineLost, UsageError
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
@@ -125,7 +124,7 @@ async def test_an_unknown_argument_and_an_unknown_head_size_are_refused(
     with pytest.raises(UsageError, match="no_such_thing"):
         await unknown.start(case.model_dir)
     await unknown.close()
-    huggingface.create(tmp_path, ModelCreateConfig(head_dim=48), 0)
+    huggingface.create(tmp_path, {"head_dim": 48}, 0)
     odd = HostedEngine(CONFIG)
     with pytest.raises(EngineError, match="48"):
         await odd.start(tmp_path)

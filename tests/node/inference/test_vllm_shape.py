@@ -10,7 +10,7 @@ import pytest
 from support.multimodal_cases import CHECKPOINTS
 
 from primerl.node.app.daemon import check_config
-from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
+from primerl.node.config.run import EngineConfig, ModelConfig
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.gpus import TorchBuild
 from primerl.node.inference.numerics import check_quantized
@@ -164,7 +164,7 @@ def test_gpus_are_counted_as_one_process_can_join_them(
 
 
 def test_a_model_that_is_known_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
-    create = ModelConfig(create=ModelCreateConfig(num_attention_heads=4))
+    create = ModelConfig(create={"num_attention_heads": 4})
     check_config(vllm(tp=4), create)
     with pytest.raises(UsageError, match=r"engine\.tp is 3"):
         check_config(vllm(tp=3), create)

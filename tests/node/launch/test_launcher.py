@@ -20,7 +20,6 @@ from primerl.node.config.run import (
     EnvironmentConfig,
     LaunchConfig,
     ModelConfig,
-    ModelCreateConfig,
     ResumeConfig,
     RunConfig,
     TrainingConfig,
@@ -378,9 +377,7 @@ def test_a_worker_shares_the_settings_but_not_the_ports(config: RunConfig) -> No
 
 
 def test_the_environment_of_children() -> None:
-    small = RunConfig(
-        model=ModelConfig(create=ModelCreateConfig()), training=TrainingConfig(threads=1)
-    )
+    small = RunConfig(model=ModelConfig(create={}), training=TrainingConfig(threads=1))
     ours = {"PRIMERL_TRAINING__LR": "1", "PRIMERL_PASSPHRASE": "p", "PATH": "/bin"}
     trainer, worker = trainer_environment(small, ours), worker_environment(small, ours)
     assert trainer["PRIMERL_TRAINING__LR"] == "1"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from primerl.node.config.loader import load
-from primerl.node.config.run import ModelConfig, ModelCreateConfig, RunConfig
+from primerl.node.config.run import ModelConfig, RunConfig
 from primerl.node.errors import UsageError
 from primerl.node.gpus import GpuMemory
 from primerl.node.launch.placement import (
@@ -21,6 +21,7 @@ from primerl.node.launch.placement import (
     planned_shares,
     shape_of,
 )
+from primerl.node.models.architectures import created_config
 
 EIGHT = tuple("01234567")
 
@@ -264,6 +265,6 @@ def test_the_shape_is_read_where_the_model_lies(tmp_path: Path) -> None:
     assert shape_of(ModelConfig(name=str(tmp_path / "none"))) is None
     (tmp_path / "config.json").write_text('{"model_type": "strange"}')
     assert shape_of(ModelConfig(name=str(tmp_path))) is None
-    sizes = ModelCreateConfig(hidden_size=128)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **sizes.model_dump()}))
+    sizes = {"hidden_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(created_config(sizes)))
     assert shape_of(ModelConfig(name=str(tmp_path))) == shape_of(ModelConfig(create=sizes))

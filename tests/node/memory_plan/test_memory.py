@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
+from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.config.training import LoraConfig, LossConfig, TrainingConfig
 from primerl.node.errors import UsageError
 from primerl.node.gpus import GpuMemory
@@ -43,7 +43,7 @@ from primerl.node.memory_plan.memory import (
 )
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface
-from primerl.node.models.architectures import text_config
+from primerl.node.models.architectures import created_config, text_config
 
 
 def qwen(hidden: int, layers: int, heads: int, width: int, tied: bool = True) -> dict[str, Any]:
@@ -65,7 +65,7 @@ Q8B = read_shape(qwen(4096, 36, 32, 12288, tied=False))
 Q1_7B = qwen(2048, 28, 16, 6144)
 SMALL, LARGE = read_shape(qwen(1024, 28, 16, 3072)), read_shape(qwen(2560, 36, 32, 9728))
 """0.6b and 4b of scripts/bench/models.py."""
-TINY = read_shape({"model_type": "qwen3", **ModelCreateConfig().model_dump()})
+TINY = read_shape(created_config({}))
 CARD = Device("cuda", 24 * GIB)
 H100 = Device("cuda", 79 * GIB)
 
@@ -222,7 +222,7 @@ def test_the_embedded_engine_needs_room_for_two_networks() -> None:
 def test_the_hf_engines_cache_is_within_its_plan(tmp_path: Path) -> None:
     from primerl.node.inference.model import LanguageModel
 
-    huggingface.create(tmp_path, ModelCreateConfig(), seed=0)
+    huggingface.create(tmp_path, {}, seed=0)
     model = huggingface.load_model(tmp_path)
     mask = torch.ones(3, 100, dtype=torch.bool)
     with torch.inference_mode():
@@ -251,7 +251,7 @@ async def test_vllms_cache_holds_the_tokens_that_were_planned(tmp_path: Path) ->
     cache, block = 64 << 20, BLOCK_TOKENS["cpu"]
     options: dict[str, Any] = {"kv_cache_memory_bytes": cache}
     config = EngineConfig(type="vllm", max_batch=8, max_model_len=512, vllm=options)
-    huggingface.create(tmp_path, ModelCreateConfig(num_hidden_layers=3), seed=0)
+    huggingface.create(tmp_path, {"num_hidden_layers": 3}, seed=0)
     shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
     engine = build_engine(config)
     try:
@@ -435,12 +435,12 @@ def test_a_layer_that_is_not_compiled_keeps_what_autograd_keeps() -> None:
     config = TrainingConfig(seq_len=tokens, compile=False, dtype="bfloat16")
 
     def kept(layers: int) -> int:
-        made = ModelCreateConfig(num_hidden_layers=layers).model_dump()
+        made = created_config({"num_hidden_layers": layers})
         plan = plan_learner(config, read_shape({"model_type": "qwen3", **made}), gpu=False)
         return named(plan.backward_start)["kept for backward"]
 
     def real(layers: int) -> int:
-        sizes = {**ModelCreateConfig().model_dump(), "vocab_size": 64, "num_hidden_layers": layers}
+        sizes = created_config({"vocab_size": 64, "num_hidden_layers": layers})
         return kept_by_torch({"model_type": "qwen3", **sizes}, tokens)
 
     assert kept(3) - kept(2) == pytest.approx(real(3) - real(2), rel=0.15)
@@ -660,7 +660,7 @@ def test_ranks_share_what_stays() -> None:
 
 
 def test_a_teacher_takes_the_room_of_its_own_size(tmp_path: Path) -> None:
-    made = {"model_type": "qwen3", **ModelCreateConfig(num_hidden_layers=7).model_dump()}
+    made = created_config({"num_hidden_layers": 7})
     (tmp_path / "config.json").write_text(json.dumps(made))
 
     def reference(**loss: object) -> int:

@@ -101,10 +101,9 @@ def test_every_known_family_is_compared_with_transformers() -> None:
 def test_a_saved_model_has_as_many_elements_in_its_files(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    from primerl.node.config.run import ModelCreateConfig
     from primerl.node.models import huggingface
 
-    huggingface.create(tmp_path, ModelCreateConfig(), seed=0)
+    huggingface.create(tmp_path, {}, seed=0)
     shape = read_shape(json.loads((tmp_path / "config.json").read_text()))
     found = 0
     for path in tmp_path.glob("*.safetensors"):

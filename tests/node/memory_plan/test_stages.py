@@ -10,7 +10,6 @@ from support.protocol_cases import MANIFEST
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.engine import EngineConfig, PipelineConfig
-from primerl.node.config.run import ModelCreateConfig
 from primerl.node.errors import EngineError
 from primerl.node.gpus import GpuMemory
 from primerl.node.memory_plan.memory import GIB
@@ -23,6 +22,7 @@ from primerl.node.memory_plan.stages import (
     memory_to_offer,
     stage_costs,
 )
+from primerl.node.models.architectures import created_config
 from primerl.protocol.manifests import ChunkRef, FileRef
 from primerl.protocol.pipelines import StageOffer
 
@@ -40,7 +40,7 @@ Q8B = read_shape(
         "tie_word_embeddings": False,
     }
 )
-TINY = read_shape({"model_type": "qwen3", **ModelCreateConfig().model_dump()})
+TINY = read_shape(created_config({}))
 
 
 def card(gib: float, free: float | None = None) -> GpuMemory:

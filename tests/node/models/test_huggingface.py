@@ -12,8 +12,11 @@ import pytest
 import torch
 from support.engine_cases import SHAPE, make_qwen3
 
-from primerl.node.errors import EngineError, StorageError
+from primerl.node.config.run import ModelConfig
+from primerl.node.errors import EngineError, StorageError, UsageError
 from primerl.node.models import huggingface
+from primerl.node.models.architectures import read_config
+from primerl.node.models.json_files import read_json
 from primerl.node.models.tensors import from_torch
 from primerl.node.weights.state import State, digests
 
@@ -53,15 +56,15 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(
 
 def test_a_vocabulary_too_small_for_the_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="vocab_size"):
-        huggingface.create(tmp_path, SHAPE.model_copy(update={"vocab_size": 256}), 0)
+        huggingface.create(tmp_path, SHAPE | {"vocab_size": 256}, 0)
 
 
 def test_the_created_model_is_fp32_and_has_the_shape_that_was_asked_for(model_dir: Path) -> None:
     model: Any = huggingface.load_model(model_dir)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.config.rope_parameters["rope_theta"] == SHAPE.rope_theta
+    assert model.config.rope_parameters["rope_theta"] == 100.0
     assert not model.training
-    assert huggingface.vocab_size(model_dir) == SHAPE.vocab_size
+    assert huggingface.vocab_size(model_dir) == SHAPE["vocab_size"]
 
 
 def test_the_tokenizer_keeps_every_byte_and_its_ids_are_the_bytes(model_dir: Path) -> None:
@@ -171,7 +174,7 @@ def test_transformers_loads_an_export_and_computes_the_same(
 
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_tied_head_appears_once_and_an_untied_one_on_its_own(tie: bool, tmp_path: Path) -> None:
-    state = make_qwen3(tmp_path, 1, SHAPE.model_copy(update={"tie_word_embeddings": tie}))
+    state = make_qwen3(tmp_path, 1, SHAPE | {"tie_word_embeddings": tie})
     assert ("lm_head.weight" in state) is not tie
     assert {tensor.dtype for tensor in state.values()} == {"BF16"}
     loaded: Any = huggingface.model_from_state(tmp_path, state)
@@ -311,8 +314,40 @@ def test_a_config_that_was_fetched_before_is_taken_without_a_network(
 
 
 def test_models_may_be_built_by_several_threads_at_once(tmp_path: Path) -> None:
-    state = make_qwen3(tmp_path, 0, SHAPE.model_copy(update={"tie_word_embeddings": True}))
+    state = make_qwen3(tmp_path, 0, SHAPE | {"tie_word_embeddings": True})
     with ThreadPoolExecutor(4) as pool:
         made = [pool.submit(huggingface.model_from_state, tmp_path, state) for _ in range(12)]
         for one in made:
             one.result()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hiden_size": 64}, "hiden_size is no field of a new qwen3: did you mean hidden_size"),
+        (
+            {"moe_intermediate_size": 8, "num_experts": 4, "q": 1},
+            "q is no field of a new qwen3_moe",
+        ),
+        ({"model_type": "llama"}, "model_type is no field of a new qwen3"),
+        ({"hidden_size": "x"}, "hidden_size should be a number, not 'x'"),
+        ({"hidden_size": 0}, "hidden_size should be above 0, not 0"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings should be true or false, not 1"),
+        ({"attention_bias": "x"}, "transformers refuses it: .*attention_bias"),
+        ({"hidden_act": "none"}, "transformers refuses it: .*none"),
+    ],
+)
+def test_a_field_of_a_new_model_that_transformers_would_not_take_is_named(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=rf"^model\.create.*{said}"):
+        huggingface.create(tmp_path, fields, 0)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_new_model_takes_any_field_of_its_transformers_config(tmp_path: Path) -> None:
+    fields = {**SHAPE, "attention_bias": True, "rms_norm_eps": 1e-5}
+    assert read_config(ModelConfig(create=fields))["attention_bias"] is True
+    huggingface.create(tmp_path, fields, 0)
+    config = read_json(tmp_path / "config.json")
+    assert (config["attention_bias"], config["rms_norm_eps"]) == (True, 1e-5)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from support.engine_cases import FP32, SHAPE, blended, make_qwen3, request
+from support.engine_cases import FP32, MADE, SHAPE, blended, make_qwen3, request
 from support.vllm_pipeline_cases import Pipeline, joined, pipeline, plan_of, shape_of
 
 from primerl.node.errors import EngineError
@@ -36,7 +36,7 @@ DEADLINE_S = 240.0
 TOKENS = 40
 CUTS = [1, 3, 4]
 NARROW = shape_of(
-    SHAPE.hidden_size,
+    MADE["hidden_size"],
     kv_tokens=256,
     max_step_tokens=48,
     micro_batches=6,
@@ -78,7 +78,7 @@ def requests() -> list[GenerateRequest]:
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     """Each test leaves the newest policy and a healthy ring."""
     torch.set_num_threads(1)
-    shape = SHAPE.model_copy(update={"head_dim": 32, "num_hidden_layers": 4})
+    shape = SHAPE | {"head_dim": 32, "num_hidden_layers": 4}
     model_dir = tmp_path_factory.mktemp("model")
     states = [make_qwen3(model_dir, 0, shape)]
     other = make_qwen3(tmp_path_factory.mktemp("other"), 1, shape)

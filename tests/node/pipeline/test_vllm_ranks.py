@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engine_cases import FP32, SHAPE, blended, make_qwen3, request
+from support.engine_cases import FP32, MADE, SHAPE, blended, make_qwen3, request
 from support.vllm_pipeline_cases import Pipeline, joined, pipeline, plan_of, shape_of
 from support.waiting import until
 
@@ -33,7 +33,7 @@ TOKENS = 32
 CUTS = [1, 2, 3]
 RANKS = [2, 1, 2]
 """The first stage schedules, the last one draws, and the one between is alone."""
-NARROW = shape_of(SHAPE.hidden_size, kv_tokens=256, max_step_tokens=48, fingerprint="projection")
+NARROW = shape_of(MADE["hidden_size"], kv_tokens=256, max_step_tokens=48, fingerprint="projection")
 """Room for about half of the requests, so that some are preempted, and prompts come in parts."""
 
 
@@ -92,7 +92,7 @@ async def test_tokens_and_proofs_are_those_of_a_whole_model_however_a_stage_is_s
 ) -> None:
     """An update on the way is one moment for all ranks; one that is killed costs its stage a start."""
     torch.set_num_threads(1)
-    shape = SHAPE.model_copy(update={"head_dim": 32, "num_hidden_layers": CUTS[-1]})
+    shape = SHAPE | {"head_dim": 32, "num_hidden_layers": CUTS[-1]}
     old = make_qwen3(tmp_path / "model", 0, shape)
     new, changed = blended(old, make_qwen3(tmp_path / "other", 1, shape), 0.05)
     model_dir = tmp_path / "model"

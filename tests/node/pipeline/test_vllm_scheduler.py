@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support.engine_cases import SHAPE, make_qwen3
+from support.engine_cases import MADE, SHAPE, make_qwen3
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
@@ -63,8 +63,8 @@ def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     spec = FullAttentionSpec(
         block_size=BLOCK,
-        num_kv_heads=SHAPE.num_key_value_heads,
-        head_size=SHAPE.head_dim or SHAPE.hidden_size // SHAPE.num_attention_heads,
+        num_kv_heads=MADE["num_key_value_heads"],
+        head_size=MADE["head_dim"],
         dtype=torch.float32,
     )
     cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])

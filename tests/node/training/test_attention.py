@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from primerl.node.config.run import ModelCreateConfig, TrainingConfig
+from primerl.node.config.run import TrainingConfig
 from primerl.node.models import huggingface
 from primerl.node.training import attention, attention_kernels
 from primerl.node.training.attention_kernels import MATHEMATICS, Layout, Rules
@@ -271,10 +271,14 @@ def test_a_layout_says_where_sequences_end(lengths: list[int]) -> None:
 
 # -- through a model -------------------------------------------------------------------------------
 
-SHAPE = ModelCreateConfig(
-    hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48
-)
-MADE = {"dense": SHAPE, "experts": SHAPE.model_copy(update={"num_experts": 4})}
+SHAPE = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+MADE = {"dense": SHAPE, "experts": SHAPE | {"num_experts": 4}}
 
 
 @pytest.fixture(scope="module", params=sorted(MADE))

@@ -14,6 +14,7 @@ from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.errors import EngineError, StorageError
 from primerl.node.models import huggingface
+from primerl.node.models.architectures import CREATED
 from primerl.node.training.backend import Sample, SampleTerms, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.local_backend import LocalBackend
@@ -214,7 +215,7 @@ def test_a_demonstration_without_training_sft_is_not_taken_for_a_rollout(model_d
 
 
 def teacher_of(directory: Path, **shape: int) -> Path:
-    huggingface.create(directory, TINY.model_copy(update=shape), seed=9)
+    huggingface.create(directory, TINY | shape, seed=9)
     return directory
 
 
@@ -387,7 +388,7 @@ def test_a_teacher_of_other_tokens_is_refused(model_dir: Path, tmp_path: Path) -
 def test_a_teacher_with_fewer_rows_than_there_are_tokens_is_refused(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    teacher = teacher_of(tmp_path / "teacher", vocab_size=TINY.vocab_size - 8)
+    teacher = teacher_of(tmp_path / "teacher", vocab_size=CREATED["vocab_size"] - 8)
     with pytest.raises(EngineError, match="same tokenizer"):
         learner(model_dir, distilling(teacher))
 
@@ -458,7 +459,7 @@ def test_a_torn_checkpoint_is_refused_and_changes_nothing(
 
 def test_a_checkpoint_of_another_model_is_refused(model_dir: Path, tmp_path: Path) -> None:
     other_dir = tmp_path / "other"
-    huggingface.create(other_dir, TINY.model_copy(update={"num_hidden_layers": 1}), seed=1)
+    huggingface.create(other_dir, TINY | {"num_hidden_layers": 1}, seed=1)
     learner(other_dir).save(tmp_path / "saved")
     with pytest.raises(StorageError, match="another model"):
         learner(model_dir).load(tmp_path / "saved")

@@ -28,8 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "travelling": {"expert_parallel": 2},
     "recomputed travelling": {"expert_parallel": 2, "activation_checkpointing": "full"},
 }
-DENSE = TINY.model_copy(update={"num_key_value_heads": 2})
-EXPERTS = DENSE.model_copy(update={"num_experts": 6, "moe_intermediate_size": 16})
+DENSE = TINY | {"num_key_value_heads": 2}
+EXPERTS = DENSE | {"num_experts": 6, "moe_intermediate_size": 16}
 CASES = [
     "dense-sharded",
     "dense-replicas",
@@ -199,7 +199,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     huggingface.create(place / "dense", DENSE, 7)
     huggingface.create(place / "experts", EXPERTS, 7)
     huggingface.create(place / "one-head", TINY, 7)
-    huggingface.create(place / "five", EXPERTS.model_copy(update={"num_experts": 5}), 7)
+    huggingface.create(place / "five", EXPERTS | {"num_experts": 5}, 7)
     alone = World.alone(torch.device("cpu"))
     before = torch.get_rng_state()
     mine: dict[str, Any] = {

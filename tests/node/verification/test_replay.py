@@ -86,7 +86,7 @@ def test_logits_and_branches_a_few_at_a_time_measure_the_same(
 
 
 def make_experts(directory: Path, seed: int) -> State:
-    shape = SHAPE.model_copy(update={"num_experts": 4, "moe_intermediate_size": 32})
+    shape = SHAPE | {"num_experts": 4, "moe_intermediate_size": 32}
     return make_qwen3(directory, seed, shape)
 
 

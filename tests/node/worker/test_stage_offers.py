@@ -17,7 +17,7 @@ from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.engine import EngineConfig, PipelineConfig
-from primerl.node.config.run import ModelCreateConfig, NodeConfig
+from primerl.node.config.run import NodeConfig
 from primerl.node.errors import NodeError, UsageError
 from primerl.node.models import huggingface
 from primerl.node.p2p.connections import ConnectionPool, Router
@@ -314,7 +314,7 @@ async def test_a_refusal_for_now_is_no_end(tmp_path: Path) -> None:
 
 def test_gpus_that_cannot_share_the_layers_are_not_offered(tmp_path: Path) -> None:
     """Before there is a plan: one that names this node would fail at every start."""
-    huggingface.create(tmp_path, ModelCreateConfig(), 0)
+    huggingface.create(tmp_path, {}, 0)
     pp = PipelineConfig(memory_gib=1.0)
     found = make_offer(EngineConfig(type="vllm", tp=2, device="cpu"), pp, tmp_path, "projection")
     assert found.memory_bytes == 1 << 30
