@@ -72,7 +72,7 @@ async def start_libp2p(
         )
         return None
     discovery = Libp2pDiscovery(
-        key, run_id=run_id, host=network.host, port=network.libp2p_port, mdns=network.mdns
+        key, run_id=run_id, host=network.host, port=network.port, mdns=network.mdns
     )
     await discovery.start(bootstrap)
     return discovery
@@ -186,6 +186,8 @@ class NodeTimeouts:
     """Longest wait for a connection to a peer."""
     audit_s: float = 120.0
     """Longest audit: after it the audit process is killed and restarted."""
+    ticket_s: float = 7 * 86400.0
+    """Life of a ticket, unless `ticket --expires` says otherwise; the trainer's own is renewed."""
     stall_s: float = 20.0
     """Time without an answer after which a stage of a pipeline counts as lost."""
 

@@ -60,8 +60,7 @@ class IssuingNode(Node):
             self.tickets = TicketIssuer(
                 services,
                 config.run_dir / TICKET,
-                ttl_s=config.ticket_ttl_s,
-                uses=config.ticket_uses,
+                ttl_s=factories.timeouts.ticket_s,
             )
             yield services
 

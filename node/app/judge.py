@@ -106,7 +106,7 @@ class JudgeAddress:
 def as_run(config: JudgeRunConfig) -> RunConfig:
     """Make the config of the run that a judge is: one environment of leased prompts, temperature 0."""
     shared = ("name", "output_dir", "seed", "data_dir", "fsync", "network", "engine", "log")
-    shared = (*shared, "model", "verification", "ticket_ttl_s", "ticket_uses")
+    shared = (*shared, "model", "verification")
     return RunConfig(
         **{name: getattr(config, name) for name in shared},
         max_steps=REPLIES // AT_ONCE,

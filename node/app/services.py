@@ -147,10 +147,10 @@ async def _start_discovery(
     factories: Factories,
 ) -> Discovery | None:
     """Start libp2p, with its TCP port chosen as in _start_transport()."""
-    wanted = config.network.libp2p_port
+    wanted = config.network.port
     remembered = _kept_port(ledger, LIBP2P_PORT)
     for port in [wanted] if wanted else [remembered, 0] if remembered else [0]:
-        network = config.network.model_copy(update={"libp2p_port": port})
+        network = config.network.model_copy(update={"port": port})
         try:
             discovery = await factories.discovery(network, key, run_id, bootstrap)
         except AddressInUse as error:

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from .engine import EngineConfig
-from .run import ModelConfig, NodeConfig, ParentDir, Positive, RunName, Seconds, VerificationConfig
+from .run import ModelConfig, NodeConfig, ParentDir, Positive, RunName, VerificationConfig
 from .serving import ApiConfig
 
 MAX_PROMPT_TOKENS = 60_000
@@ -41,10 +41,6 @@ class JudgeRunConfig(NodeConfig):
     """The judge."""
     max_tokens: Positive = 1024
     """Most tokens of a reply."""
-    ticket_ttl_s: Seconds = 7 * 86400.0
-    """How long a join ticket is valid, unless `ticket --expires` says otherwise; the judge's own is renewed."""
-    ticket_uses: Annotated[int, Field(ge=0)] = 0
-    """How many nodes a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
     engine: JudgeEngineConfig = JudgeEngineConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     verification: JudgeAuditConfig = JudgeAuditConfig()
     api: ApiConfig = ApiConfig()

@@ -4,13 +4,16 @@ A key stays here for a release: an old config is refused with a line that says w
 """
 
 REMOVED = {
-    ".lease_timeout_s": "a judge takes a prompt back after 120 s, a run by rollouts.lease_timeout_s",
+    ".lease_timeout_s": (
+        "a judge takes a prompt back after 120 s, a run by rollouts.lease_timeout_s"
+    ),
     ".leases_per_worker": "a judge's worker holds 32 prompts, a run's rollouts.leases_per_worker",
     "api.max_body_mib": "a request has 8 MiB at most: leave it out",
     "api.max_choices": "a request has 128 completions at most: leave it out",
     "api.max_stop_strings": "a request has 16 stop strings at most: leave it out",
     "api.stream_tokens": "a chunk of a stream has 32 tokens at most: leave it out",
     "checkpoint.async_save": "checkpoints are always written beside the steps: leave it out",
+    "curriculum.sampler.type": "num_tasks alone chooses difficulty pools: leave it out",
     "engine.batch_window_ms": "`hf` waits 3 ms for more requests: leave it out",
     "engine.concurrency": (
         "a worker measures how many sequences its engine holds, and engine.max_batch "
@@ -20,9 +23,19 @@ REMOVED = {
     "launch.start_timeout_s": "the trainer has 300 s to write its ticket: leave it out",
     "log.keep": "four log files that were put aside are kept: leave it out",
     "log.max_mib": "a log file is put aside at 16 MiB: leave it out",
+    "loss.m2_threshold": "second_moment keeps a mean of 0.04, as its paper: leave it out",
+    "loss.sequence_clip_high": "clip_high is that of the sequence's ratio with type gspo: set it",
+    "loss.sequence_clip_low": "clip_low is that of the sequence's ratio with type gspo: set it",
     "network.connect_timeout_s": "a connection may take 10 s: leave it out",
+    "network.libp2p_port": "libp2p takes the TCP port of network.port: leave it out",
     "network.max_streams_per_peer": "32 requests of one peer are answered at a time: leave it out",
     "pp.stall_s": "a stage that is silent for 20 s counts as lost: leave it out",
+    "ticket_ttl_s": (
+        "a ticket lives a week, or as `primerl-node ticket --expires` says: leave it out"
+    ),
+    "ticket_uses": (
+        "a ticket admits any number of nodes, or as `primerl-node ticket --uses` says: leave it out"
+    ),
     "verification.audit_timeout_s": "an audit may take 120 s: leave it out",
     "verification.false_bans": (
         "an honest worker is banned with a probability of 0.001 in the whole run: leave it out"

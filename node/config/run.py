@@ -143,7 +143,7 @@ class NetworkConfig(BaseConfig):
     host: str = "0.0.0.0"
     """Address to listen on; 127.0.0.1 keeps everything on this machine."""
     port: Port = 0
-    """UDP port of iroh; 0 takes the port of the last start, or a free one."""
+    """UDP port of iroh, and TCP port of libp2p; 0 takes those of the last start, or free ones."""
     advertise: list[str] = []
     """host:port hints put into tickets and peer records in place of the bound addresses."""
     share_address: bool = True
@@ -152,8 +152,6 @@ class NetworkConfig(BaseConfig):
     """iroh relays of your own; public relays are never used unless listed here."""
     libp2p: bool = True
     """Peer discovery and gossip by libp2p; everything works, a little slower, without."""
-    libp2p_port: Port = 0
-    """TCP port of libp2p; 0 takes a free one."""
     mdns: bool = False
     """Find peers on the local network."""
     max_peers: Positive = 256
@@ -643,10 +641,6 @@ class JoinConfig(NodeConfig):
 class RunConfig(NodeConfig, OwnRunConfig):
     """`primerl-node train` and `primerl-node rl`."""
 
-    ticket_ttl_s: Seconds = 7 * 86400.0
-    """Life of a ticket, unless `ticket --expires` says otherwise; the trainer's own is renewed."""
-    ticket_uses: Annotated[int, Field(ge=0)] = 0
-    """Nodes that a ticket admits, unless `ticket --uses` says otherwise; 0: any number."""
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     """The one environment that is trained on; [[environments]] in its place for several."""

@@ -40,17 +40,14 @@ class LossConfig(BaseConfig):
     """dppo_kl: how far a token's probability may rise before it is left out."""
     ipo_threshold: Annotated[float, Field(gt=0)] = 0.1
     """ipo: how far a token's probability may move either way before it is left out."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """grpo_two_sided: the ratio's lower clip is 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """grpo_two_sided: the ratio's upper clip is 1 + clip_high."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """grpo_two_sided, gspo: the lower clip of the ratio, of gspo the sequence's, is 1 - clip_low. Default: 0.2;
+    of gspo 3e-3. The paper's 3e-4 and 4e-4 are for old logprobs that the trainer computed; here they are the
+    sampler's, whose kernels alone move the ratio by mismatch_kl."""
+    clip_high: Annotated[float, Field(gt=0)] | None = None
+    """The same: the upper clip is 1 + clip_high. Default: 0.2; of gspo 4e-3."""
     clip_ratio_max: Annotated[float, Field(gt=1)] = 4.0
     """grpo_two_sided, gspo: cap of the ratio where the advantage is negative (delta of INTELLECT-2)."""
-    sequence_clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-3
-    """gspo: lower clip of the sequence's ratio. The paper's 3e-4 and 4e-4 are for old logprobs that the
-    trainer computed; here they are the sampler's, whose kernels alone move the ratio by mismatch_kl."""
-    sequence_clip_high: Annotated[float, Field(gt=0)] = 4e-3
-    """gspo: upper clip of the sequence's ratio."""
     importance: Literal["none", "token", "sequence"] = "token"
     """reinforce: the ratio that is the weight, of the token or of the sequence (the product of its tokens'
     ones)."""
@@ -66,8 +63,6 @@ class LossConfig(BaseConfig):
     """Least ratio that is kept; `geometric` needs it close to 1, such as 0.99."""
     rejection_high: Annotated[float, Field(gt=1)] = 2.0
     """Largest ratio that is kept; `geometric` wants it close to 1, as 1.01."""
-    m2_threshold: Annotated[float, Field(gt=0)] = 0.04
-    """second_moment: largest mean of the squared log ratio over the tokens that are kept."""
     ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
     reference: Annotated[Path, AfterValidator(expand_home)] | None = None
@@ -91,6 +86,15 @@ class LossConfig(BaseConfig):
     """custom: "package.module:function" of an installed package (training/losses.py)."""
     custom_args: dict[str, Any] = Field(default_factory=dict[str, Any])
     """custom: keyword arguments of the function."""
+
+    @property
+    def clips(self) -> tuple[float, float]:
+        """How far the ratio of grpo_two_sided and gspo may fall and rise before it is clipped."""
+        low, high = (3e-3, 4e-3) if self.type == "gspo" else (0.2, 0.2)
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
 
     @property
     def needs_reference(self) -> bool:
@@ -159,10 +163,8 @@ class LossConfig(BaseConfig):
             raise ValueError('type "ce" reads no ratio: leave rejection out')
         if self.type == "reverse_kl" and self.ref_kl_tau:
             raise ValueError('type "reverse_kl" is the reference term itself: leave ref_kl_tau out')
-        if self.clip_ratio_max <= 1 + max(self.clip_high, self.sequence_clip_high):
-            raise ValueError(
-                "clip_ratio_max must be above 1 + clip_high and 1 + sequence_clip_high"
-            )
+        if self.clip_ratio_max <= 1 + self.clips[1]:
+            raise ValueError("clip_ratio_max must be above 1 + clip_high")
         return self
 
 
@@ -221,20 +223,16 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64)]
 class SamplerConfig(BaseConfig):
     """The choice of the next task; names and pools are prime-rl's."""
 
-    type: Literal["standard", "difficulty_pool"] = "standard"
-    """`standard`: one after the other; `difficulty_pool`: at random, with weights by the rewards that a task
-    earned last."""
     num_tasks: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """difficulty_pool: it chooses from the first num_tasks of the taskset, which may be endless."""
+    """0: one task after the other. Else the next is drawn from the first num_tasks of the taskset, which may be
+    endless, with weights by the rewards that a task earned last (difficulty pools)."""
     pools: dict[Label, DifficultyPoolConfig] = Field(default_factory=_pools)
-    """difficulty_pool: by name. Those given replace the three that there are, `hard`, `normal` and `easy`."""
+    """Difficulty pools by name. Those given replace the three that there are, `hard`, `normal` and `easy`."""
 
     @model_validator(mode="after")
     def _has_tasks(self) -> Self:
-        if (self.type == "difficulty_pool") != (self.num_tasks > 0):
-            raise ValueError(
-                'num_tasks is of type = "difficulty_pool", which needs it: set both, or neither'
-            )
+        if self.pools != _pools() and not self.num_tasks:
+            raise ValueError("pools choose among num_tasks: set it, or leave them out")
         thresholds = [pool.threshold for pool in self.pools.values()]
         if len(set(thresholds)) != len(thresholds) or not all(map(math.isfinite, thresholds)):
             raise ValueError("pools must have different thresholds, and finite ones")

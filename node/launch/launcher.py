@@ -90,7 +90,7 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     if config.launch.share_chunks:
         chunks = (config.run_dir / TRAINER / CHUNKS).absolute()
         seeds = [chunks.as_uri(), *seeds][:MAX_SEEDS]
-    dumped["network"] |= {"port": 0, "libp2p_port": 0, "advertise": [], "seeds": seeds}
+    dumped["network"] |= {"port": 0, "advertise": [], "seeds": seeds}
     path = data_dir / SETTINGS
     write(path, loader.to_toml(dumped))
     return path

@@ -200,7 +200,7 @@ def create(directory: Path, fields: Mapping[str, Any], seed: int) -> None:
         )
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    shape = {"rope_parameters": rope, **config}
+    shape: dict[str, Any] = {"rope_parameters": rope, **config}
     family = shape.pop("model_type")
     del shape["rope_theta"]
     make_model = _created_class(family, "ForCausalLM")

@@ -70,7 +70,7 @@ def check_free(host: str, port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUse(
                     f"TCP {host}:{port} is taken by another program: stop it, or choose another "
-                    "--network.libp2p-port"
+                    "--network.port"
                 ) from error
             raise TransportError(
                 f"cannot listen on {host}, TCP port {port} ({error.strerror}):"

@@ -350,15 +350,13 @@ def check_open_files(soft: int) -> MachineCheck:
 def check_ports(config: NodeConfig) -> Iterator[MachineCheck]:
     """Check that the configured ports can be bound."""
     network = config.network
-    wanted = [("UDP port", socket.SOCK_DGRAM, network.port, "--network.port")]
+    wanted = [("UDP port", socket.SOCK_DGRAM)]
     if network.libp2p:
-        wanted.append(
-            ("TCP port", socket.SOCK_STREAM, network.libp2p_port, "--network.libp2p-port")
-        )
-    for name, kind, port, flag in wanted:
-        text = f"{network.host}:{port or 'any'}"
-        if fault := bind_fault(network.host, port, kind):
-            advice = f"a node may run already; else choose another {flag}, or --network.host"
+        wanted.append(("TCP port", socket.SOCK_STREAM))
+    for name, kind in wanted:
+        text = f"{network.host}:{network.port or 'any'}"
+        if fault := bind_fault(network.host, network.port, kind):
+            advice = "a node may run already; else choose another --network.port, or --network.host"
             yield MachineCheck(name, "problem", f"{text}: {fault}", advice)
         else:
             yield MachineCheck(name, "ok", f"{text} can be bound")

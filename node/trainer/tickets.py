@@ -57,14 +57,12 @@ class TicketIssuer:
         file: Path,
         *,
         ttl_s: float,
-        uses: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`ttl_s` and `uses` are the defaults of a ticket; `clock` returns Unix seconds."""
+        """`ttl_s` is the default of a ticket; `clock` returns Unix seconds."""
         self._services = services
         self._file = file
         self._ttl_s = ttl_s
-        self._uses = uses
         self._clock = clock
         self._own: SignedTicket | None = None
         self._in_file = False
@@ -92,7 +90,7 @@ class TicketIssuer:
             raise UsageError("a ticket is valid for at least a second and at most ten years")
         if len(label) > MAX_LABEL or not label.isprintable():
             raise UsageError(f"a label has at most {MAX_LABEL} printable characters")
-        uses = self._uses if uses is None else uses
+        uses = uses or 0
         if not 0 <= uses <= 2**31:
             raise UsageError("uses is a number of nodes, or 0 for any number")
         services, now = self._services, int(self._clock())

@@ -41,7 +41,7 @@ class Curriculum:
     @property
     def chooses(self) -> bool:
         """Whether the sampler chooses tasks; otherwise they come in the order of their numbers."""
-        return self._config.sampler.type == "difficulty_pool"
+        return self._config.sampler.num_tasks > 0
 
     @property
     def exhausted(self) -> bool:

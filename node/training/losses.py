@@ -146,6 +146,8 @@ def mean_of(peak: str) -> str:
     return peak.removesuffix("max") + "mean"
 
 
+M2_THRESHOLD = 0.04
+"""Largest mean of the squared log ratio over the tokens that M2PO keeps: the paper's."""
 MAX_LOG_RATIO = 20.0
 """Clamp of log ratios. A ratio beyond e**20 is forged or comes from a broken sampler: the clamp keeps exp()
 finite and has gradient 0, so that such a token changes no weight. Honest tokens never come near."""
@@ -281,7 +283,7 @@ def grpo_two_sided(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
 
     Plain GRPO leaves r unbounded for A < 0. clip_high > clip_low is DAPO's asymmetric clip.
     """
-    low, high = config.clip_low, config.clip_high
+    low, high = config.clips
     return _clipped(inputs.log_ratio.exp(), inputs.advantages, low, high, config.clip_ratio_max)
 
 
@@ -289,8 +291,8 @@ def gspo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
     """Compute the loss with one clipped ratio for a whole sequence (GSPO, arXiv 2507.18071).
 
     With s = exp(mean of log r over the sequence's trained tokens), the length-normalised ratio of the
-    sequence's likelihoods, c1 = min(s, clip_ratio_max), c2 = clamp(c1, 1 - sequence_clip_low, 1 +
-    sequence_clip_high):
+    sequence's likelihoods, c1 = min(s, clip_ratio_max), c2 = clamp(c1, 1 - clip_low, 1 +
+    clip_high):
 
         loss = max(-c1 * A, -c2 * A)   for each of its tokens
 
@@ -299,7 +301,7 @@ def gspo(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
     A < 0 as in grpo_two_sided.
     """
     ratio = _log_ratio_of(inputs, "geometric").exp()
-    low, high = config.sequence_clip_low, config.sequence_clip_high
+    low, high = config.clips
     return _clipped(ratio, inputs.advantages, low, high, config.clip_ratio_max)
 
 
@@ -344,7 +346,7 @@ def bound_by_second_moment(
     """Turn rejection "second_moment" into bounds of the token's ratio for one step. Collective.
 
     `squares` are (log r)**2 of this rank's tokens of the step. M2PO (arXiv 2510.01161, AReaL's `m2_threshold`)
-    masks the tokens with the largest values until the mean of the rest is at most m2_threshold. The mean rises
+    masks the tokens with the largest values until the mean of the rest is at most M2_THRESHOLD. The mean rises
     with the bound, so bisection finds the bound without exchanging tokens; it is set halfway between the last
     kept and the first masked token.
     """
@@ -354,7 +356,7 @@ def bound_by_second_moment(
         bound = (low + high) / 2
         kept = squares <= bound
         moment, count = total([float(squares[kept].sum()), float(kept.sum())])
-        low, high = (bound, high) if moment <= config.m2_threshold * count else (low, bound)
+        low, high = (bound, high) if moment <= M2_THRESHOLD * count else (low, bound)
     kept = squares <= low
     edges = [float(squares[kept].max()) if bool(kept.any()) else 0.0]
     edges.append(-float(squares[~kept].min()) if not bool(kept.all()) else -high)

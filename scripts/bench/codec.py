@@ -211,7 +211,7 @@ def _step(
     """Make one step on sequences whose second half reverses the first one."""
     import torch
 
-    half = rng.integers(0, training.shape.vocab_size, (training.batch, training.length // 2))
+    half = rng.integers(0, training.shape["vocab_size"], (training.batch, training.length // 2))
     tokens = torch.from_numpy(np.concatenate([half, half[:, ::-1]], axis=1))
     loss = model(input_ids=tokens, labels=tokens).loss
     optimizer.zero_grad()

@@ -104,19 +104,16 @@ def test_an_engine_that_is_not_installed_is_named_before_anything_is_sent(cli: C
     ran.refused(7, "vLLM is not installed")
 
 
-@pytest.mark.parametrize(
-    ("kind", "key"),
-    [(socket.SOCK_DGRAM, "--network.port"), (socket.SOCK_STREAM, "--network.libp2p-port")],
-)
+@pytest.mark.parametrize("kind", [socket.SOCK_DGRAM, socket.SOCK_STREAM])
 def test_a_port_that_is_taken_is_named_before_anything_is_sent(
-    cli: Cli, home: Path, kind: socket.SocketKind, key: str
+    cli: Cli, home: Path, kind: socket.SocketKind
 ) -> None:
     with socket.socket(socket.AF_INET, kind) as taken:
         taken.bind(("127.0.0.1", 0))
         if kind == socket.SOCK_STREAM:
             taken.listen()
         given = ("join", "--ticket", ticket(), "--data-dir", "node", "--network.host", "127.0.0.1")
-        ran = cli(*given, key, str(taken.getsockname()[1]))
+        ran = cli(*given, "--network.port", str(taken.getsockname()[1]))
     ran.refused(4, "in use", "choose another")
     assert list(home.iterdir()) == []
 

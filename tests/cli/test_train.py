@@ -167,7 +167,7 @@ def test_a_seq_len_below_every_sample_ends_a_run_before_its_first_step(cli: Cli)
     [
         (socket.SOCK_DGRAM, "train @ demo --network.port PORT"),
         (socket.SOCK_DGRAM, "rl @ demo --network.port PORT"),
-        (socket.SOCK_STREAM, "train @ demo --network.libp2p-port PORT"),
+        (socket.SOCK_STREAM, "train @ demo --network.port PORT"),
         (socket.SOCK_STREAM, "inference --model.name here --api.port PORT"),
         (socket.SOCK_STREAM, "judge --model.name here --api.port PORT"),
     ],

@@ -16,7 +16,7 @@ from primerl.node.training.checkpoint import Checkpoints
 TASKS = 24
 CURRICULUM = {
     "curriculum": {
-        "sampler": {"type": "difficulty_pool", "num_tasks": TASKS},
+        "sampler": {"num_tasks": TASKS},
         "gates": {"signal": {}},
     }
 }

@@ -279,7 +279,7 @@ CASES = [
     ),
     Case(
         "gspo",
-        LossConfig(type="gspo", sequence_clip_low=0.1, sequence_clip_high=0.15, clip_ratio_max=2.0),
+        LossConfig(type="gspo", clip_low=0.1, clip_high=0.15, clip_ratio_max=2.0),
         gspo,
     ),
     Case(

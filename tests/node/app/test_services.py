@@ -33,10 +33,10 @@ class Machine:
     async def discovery(
         self, network: NetworkConfig, key: SecretKey, run: bytes, bootstrap: Sequence[str]
     ) -> Discovery | None:
-        self.asked.append(network.libp2p_port)
-        if network.libp2p_port in self.taken:
-            raise AddressInUse(f"TCP port {network.libp2p_port} is in use")
-        port = network.libp2p_port or self.next
+        self.asked.append(network.port)
+        if network.port in self.taken:
+            raise AddressInUse(f"TCP port {network.port} is in use")
+        port = network.port or self.next
         self.next += 1
         found = self.network.discovery(key.node_id)
         await found.start(bootstrap)
@@ -56,7 +56,7 @@ class Bound(MemoryDiscovery):
 
 async def started(machine: Machine, directory: Path, port: int = 0) -> tuple[str, ...]:
     """What a node that starts and stops in `directory` tells others of its libp2p."""
-    config = JoinConfig(fsync=False, network=NetworkConfig(libp2p_port=port))
+    config = JoinConfig(fsync=False, network=NetworkConfig(port=port))
     ledger = Ledger(directory / "ledger.db", fsync=False)
     try:
         async with open_services(

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ async def test_a_revoked_ticket_stays_revoked_after_a_restart(
 async def test_the_ticket_file_is_renewed_before_it_expires_and_private(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000, ticket_ttl_s=4.0) as swarm:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        swarm.timeouts = replace(swarm.timeouts, ticket_s=4.0)
         await swarm.start_trainer()
         file, first = swarm.run_dir / "ticket.txt", swarm.ticket
         await until(lambda: file.read_text().strip() != first)
@@ -93,7 +95,8 @@ async def test_the_ticket_file_is_renewed_before_it_expires_and_private(
 async def test_a_ticket_file_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=10_000, ticket_ttl_s=4.0) as swarm:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        swarm.timeouts = replace(swarm.timeouts, ticket_s=4.0)
         await swarm.start_trainer()
         file = swarm.run_dir / "ticket.txt"
         file.unlink()

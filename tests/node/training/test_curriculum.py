@@ -25,7 +25,7 @@ LOW_SIGNAL = {"low_signal": {"reject_min": -0.05, "reject_max": 0.05}}
 
 
 def pools(num_tasks: int = 6, seed: int = 0, **changes: object) -> Curriculum:
-    sampler = {"type": "difficulty_pool", "num_tasks": num_tasks, "pools": POOLS, **changes}
+    sampler = {"num_tasks": num_tasks, "pools": POOLS, **changes}
     training = TrainingConfig.model_validate({"curriculum": {"sampler": sampler}})
     return Curriculum(training, environment="e", seed=seed)
 
@@ -265,15 +265,15 @@ def test_without_gates_every_group_is_admitted_and_nothing_is_reported() -> None
 @pytest.mark.parametrize(
     "sampler",
     [
-        {"type": "difficulty_pool"},
-        {"num_tasks": 5},
-        {"type": "difficulty_pool", "num_tasks": 5, "pools": {}},
-        {"pools": {"one": {"threshold": 1.0, "weight": 0.0}}},
-        {"pools": {n: {"threshold": 1.0, "weight": 1.0} for n in "ab"}},
-        {"pools": {"one": {"threshold": math.nan, "weight": 1.0}}},
-        {"pools": {"one/two": {"threshold": 1.0, "weight": 1.0}}},
-        {"pools": {"one": {"threshold": 1.0, "weight": -1.0}}},
-        {"type": "difficulty_pool", "num_tasks": 10**7},
+        {"num_tasks": -1},
+        {"num_tasks": 5, "pools": {}},
+        {"pools": {"one": {"threshold": 1.0, "weight": 1.0}}},
+        {"num_tasks": 5, "pools": {"one": {"threshold": 1.0, "weight": 0.0}}},
+        {"num_tasks": 5, "pools": {n: {"threshold": 1.0, "weight": 1.0} for n in "ab"}},
+        {"num_tasks": 5, "pools": {"one": {"threshold": math.nan, "weight": 1.0}}},
+        {"num_tasks": 5, "pools": {"one/two": {"threshold": 1.0, "weight": 1.0}}},
+        {"num_tasks": 5, "pools": {"one": {"threshold": 1.0, "weight": -1.0}}},
+        {"num_tasks": 10**7},
     ],
 )
 def test_a_sampler_that_cannot_be_is_refused(sampler: dict[str, Any]) -> None:

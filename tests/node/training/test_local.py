@@ -388,13 +388,13 @@ def test_a_teacher_of_other_tokens_is_refused(model_dir: Path, tmp_path: Path) -
 def test_a_teacher_with_fewer_rows_than_there_are_tokens_is_refused(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    teacher = teacher_of(tmp_path / "teacher", vocab_size=CREATED["vocab_size"] - 8)
+    teacher = teacher_of(tmp_path / "teacher", vocab_size=int(CREATED["vocab_size"]) - 8)
     with pytest.raises(EngineError, match="same tokenizer"):
         learner(model_dir, distilling(teacher))
 
 
 def test_m2po_reads_a_batch_first_and_bounds_it_as_a_whole(model_dir: Path) -> None:
-    rows = {"seq_len": 16, "loss": LossConfig(rejection="second_moment", m2_threshold=0.1)}
+    rows = {"seq_len": 16, "loss": LossConfig(rejection="second_moment")}
     subject = learner(model_dir, FAST.model_copy(update=rows))
     samples = batch(1).samples
     far = sorted(

@@ -116,9 +116,7 @@ def _measured(logprobs: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Non
 
 
 CLIPPED = LossConfig(type="grpo_two_sided", clip_low=0.2, clip_high=0.28, clip_ratio_max=4.0)
-SEQUENCE = LossConfig(
-    type="gspo", sequence_clip_low=0.2, sequence_clip_high=0.28, clip_ratio_max=4.0
-)
+SEQUENCE = LossConfig(type="gspo", clip_low=0.2, clip_high=0.28, clip_ratio_max=4.0)
 CISPO = LossConfig(type="reinforce", importance_max=1.28, kl_tau=0.0)
 
 
