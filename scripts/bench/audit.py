@@ -32,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.auditor_cases import compared
 from support.exact_cases import play, requests
+from support.prefill_core import PrefillCore
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import EngineConfig, RunConfig
@@ -57,7 +58,6 @@ from primerl.protocol.manifests import (
 from primerl.scripts.bench.kernels import profiled
 from primerl.scripts.bench.models import SHAPES, moved, random_policy
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser, show_figures
-from primerl.tests.support.prefill_core import PrefillCore
 
 PROMPT = tuple(range(32, 96))
 VLLM_SEQUENCES, VLLM_PROMPT = 64, 256

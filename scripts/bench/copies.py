@@ -15,14 +15,21 @@ CPU time.
 import argparse
 import asyncio
 import statistics
+import sys
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass
 from operator import sub
+from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.copies_reference import ReferenceDetector
+from support.counting_environment import CountingEnvironment
+from support.protocol_cases import LEASE, MANIFEST, RUN, WORKER, played_otherwise
 
 from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import Branch, Score, Split, Task
@@ -36,9 +43,6 @@ from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.rollouts import BranchRecord, GroupRecord, RolloutRecord, Submission
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
-from primerl.tests.support.copies_reference import ReferenceDetector
-from primerl.tests.support.counting_environment import CountingEnvironment
-from primerl.tests.support.protocol_cases import LEASE, MANIFEST, RUN, WORKER, played_otherwise
 
 MS = 5.0
 """Goal: CPU time for a rollout of 16,384 tokens."""

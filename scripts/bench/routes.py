@@ -14,8 +14,8 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from primerl.node.config.run import EngineConfig, TrainingConfig
-from primerl.node.inference.build import build_engine
-from primerl.node.inference.engine import Completion, Engine, GenerateRequest
-from primerl.node.models import huggingface, model_files
+from primerl.node.config.run import EngineConfig
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.models import huggingface
 from primerl.node.models.routers import route_shape
 from primerl.node.models.routes import pack_routes, unpack_routes
-from primerl.node.models.tensors import from_torch, to_torch
-from primerl.node.training.backend import Sample
-from primerl.node.training.learner import Learner
-from primerl.node.verification.auditor import AuditItem, AuditTerms, Measured, SampledSpan
+from primerl.node.verification.auditor import AuditItem, AuditTerms, Measured
 from primerl.node.verification.replay import Replay
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RouteShape
-from primerl.scripts.bench.report import at_least, conclude, make_parser
+from primerl.scripts.bench.replies import (
+    Replies,
+    make_sampling_parser,
+    make_sharp_model,
+    mismatch,
+    running,
+)
+from primerl.scripts.bench.report import at_least, conclude
 
 LESS = 4.0
 """Goal: the mismatch KL with routes is this many times smaller."""
@@ -44,47 +47,14 @@ PROMPT = 64
 Routes = NDArray[np.int16]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, and replies that an engine drew from it."""
-
-    directory: Path
-    state: State
-    shape: RouteShape
-    requests: Sequence[GenerateRequest]
-    replies: Sequence[Completion]
-
-    def samples(self, *, routed: bool) -> list[Sample]:
-        """Make the trainer's samples."""
-        return [
-            Sample(
-                [*asked.prompt, *reply.token_ids],
-                [False] * len(asked.prompt) + [True] * len(reply.token_ids),
-                [0.0] * len(asked.prompt) + reply.logprobs,
-                1.0,
-                routes=reply.routes if routed else b"",
-            )
-            for asked, reply in zip(self.requests, self.replies, strict=True)
-        ]
-
-    def items(self, forge: Callable[[int, Routes], Routes]) -> list[AuditItem]:
-        """Make the auditor's items, with forged routes."""
-        found: list[AuditItem] = []
-        for number, (asked, reply) in enumerate(zip(self.requests, self.replies, strict=True)):
-            start = len(asked.prompt)
-            end = start + len(reply.token_ids)
-            routes = forge(number, unpack_routes(reply.routes, self.shape))
-            found.append(
-                AuditItem(
-                    token_ids=[*asked.prompt, *reply.token_ids],
-                    replies=[SampledSpan(start, end, asked.seed)],
-                    logprobs=reply.logprobs,
-                    versions=[0] * (end - start),
-                    proof=reply.proof,
-                    routes=pack_routes(routes, self.shape),
-                )
-            )
-        return found
+def forge_routes(
+    replies: Replies, shape: RouteShape, forge: Callable[[int, Routes], Routes]
+) -> list[AuditItem]:
+    """Make the auditor's items, with forged routes."""
+    return [
+        replace(item, routes=pack_routes(forge(number, unpack_routes(item.routes, shape)), shape))
+        for number, item in enumerate(replies.items())
+    ]
 
 
 def make_model(options: argparse.Namespace, directory: Path) -> State:
@@ -98,21 +68,11 @@ def make_model(options: argparse.Namespace, directory: Path) -> State:
         "moe_intermediate_size": 64,
         "vocab_size": 272,
     }
-    huggingface.create(directory, shape, options.seed)
-    state = huggingface.policy_state(huggingface.load_model(directory))
-    state = {
-        name: from_torch(to_torch(one) * options.sharp) if len(one.shape) == 2 else one
-        for name, one in state.items()
-    }
-    model_files.export(state, directory, directory)
-    return state
+    return make_sharp_model(directory, shape, options.sharp, options.seed)
 
 
-async def draw(options: argparse.Namespace, directory: Path, state: State) -> Case:
+async def draw(options: argparse.Namespace, directory: Path, state: State) -> Replies:
     """Let an engine reply to random prompts."""
-    shape = route_shape(directory)
-    if shape is None:
-        raise SystemExit(f"{directory} has no experts")
     config = EngineConfig(
         type=options.engine,
         dtype=options.dtype,
@@ -124,7 +84,7 @@ async def draw(options: argparse.Namespace, directory: Path, state: State) -> Ca
     )
     rng = np.random.default_rng(options.seed)
     vocabulary = huggingface.vocab_size(directory)
-    asked = [
+    requests = [
         GenerateRequest(
             tuple(rng.integers(0, min(256, vocabulary), PROMPT).tolist()),
             options.tokens,
@@ -134,54 +94,25 @@ async def draw(options: argparse.Namespace, directory: Path, state: State) -> Ca
         )
         for _ in range(options.sequences)
     ]
-    engine: Engine = build_engine(config)
-    try:
-        await engine.start(directory, fingerprint="projection")
-        await engine.load(0, state)
-        replies = await asyncio.gather(*map(engine.generate, asked))
-    finally:
-        await engine.close()
-    return Case(directory, state, shape, asked, replies)
-
-
-# -- training --------------------------------------------------------------------------------------
-
-
-def mismatch(options: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """Compare the trainer's logprobs with the engine's, without and with routes."""
-    config = TrainingConfig(
-        dtype=options.trainer_dtype,
-        device=options.device,
-        seq_len=PROMPT + options.tokens,
-        compile=False,
-        threads=options.threads,
-    )
-    learner = Learner.build(case.directory, config, max_steps=1, seed=0, temperature=1.0)
-    sampled = np.concatenate([np.array(reply.logprobs) for reply in case.replies])
-    found: dict[str, Any] = {}
-    for name, routed in (("without", False), ("with", True)):
-        samples = case.samples(routed=routed)
-        values = [np.array(learner.packed_logprobs([one])) for one in samples]
-        apart = np.concatenate(values) - sampled
-        found[name] = {
-            "mismatch_kl": float((np.expm1(apart) - apart).mean()),
-            "mean": float(np.abs(apart).mean()),
-            "most": float(np.abs(apart).max()),
-        }
-    learner.close()
-    return found
+    async with running(config, directory, state) as engine:
+        return await Replies.of(engine, requests)
 
 
 # -- audits ----------------------------------------------------------------------------------------
 
 
-def audited(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+def audited(
+    options: argparse.Namespace,
+    directory: Path,
+    state: State,
+    shape: RouteShape,
+    replies: Replies,
+) -> dict[str, Any]:
     """Return an auditor's measures of honest and of forged routes."""
-    terms = AuditTerms(str(case.directory), options.dtype, options.device, routes=case.shape)
+    terms = AuditTerms(str(directory), options.dtype, options.device, routes=shape)
     auditor = Replay(terms)
     auditor.prepare(threads=options.threads)
     rng = np.random.default_rng(options.seed)
-    shape = case.shape
 
     def honest(_: int, routes: Routes) -> Routes:
         return routes
@@ -206,7 +137,7 @@ def audited(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name, forge in forgers.items():
-        measured = auditor.measure(case.items(forge), {0: case.state})
+        measured = auditor.measure(forge_routes(replies, shape, forge), {0: state})
         rows = [one for one in measured if isinstance(one, Measured)]
         if len(rows) < len(measured):
             raise SystemExit(f"some of the {name} routes cannot be measured: {measured}")
@@ -222,17 +153,11 @@ def audited(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     """Parse the options; defaults depend on this machine's hardware."""
     cuda = torch.cuda.is_available()
-    parser = make_parser(__doc__, "a tiny model and few tokens")
-    parser.add_argument("--model", type=Path, help="directory of a mixture of experts in bf16")
+    parser = make_sampling_parser(
+        __doc__, sequences=64, tokens=256, sharp=4.0, trainer_dtype="bfloat16"
+    )
     parser.add_argument("--engine", choices=("hf", "vllm"), default="vllm" if cuda else "hf")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--sharp", type=float, default=4.0)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     options.device = "cuda" if cuda else "cpu"
     if options.quick:
@@ -247,15 +172,20 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         state = (
             huggingface.read_state(directory) if options.model else make_model(options, directory)
         )
-        case = await draw(options, directory, state)
-        tokens = sum(len(one.token_ids) for one in case.replies)
+        shape = route_shape(directory)
+        if shape is None:
+            raise SystemExit(f"{directory} has no experts")
+        replies = await draw(options, directory, state)
+        tokens = sum(len(reply.token_ids) for reply in replies.completions)
+        entropy = -float(np.mean([np.mean(reply.logprobs) for reply in replies.completions]))
+        samples = {"without": replies.samples(), "with": replies.samples(routed=True)}
         found: dict[str, Any] = {
             "tokens": tokens,
-            "bytes_a_token": sum(len(one.routes) for one in case.replies) / tokens,
-            "shape": [case.shape.layers, case.shape.experts, case.shape.top_k],
-            "entropy": -float(np.mean([np.mean(one.logprobs) for one in case.replies])),
-            "mismatch": mismatch(options, case),
-            "audit": audited(options, case),
+            "bytes_a_token": sum(len(reply.routes) for reply in replies.completions) / tokens,
+            "shape": [shape.layers, shape.experts, shape.top_k],
+            "entropy": entropy,
+            "mismatch": mismatch(options, directory, samples, PROMPT + options.tokens),
+            "audit": audited(options, directory, state, shape, replies),
         }
     return found
 

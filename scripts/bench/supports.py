@@ -15,8 +15,7 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,21 +23,16 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from primerl.node.config.run import EngineConfig, RunConfig, TrainingConfig
-from primerl.node.inference.build import build_engine
-from primerl.node.inference.engine import Completion, Engine, GenerateRequest
+from primerl.node.config.run import EngineConfig, RunConfig
+from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.sampler import Narrowed, draw
-from primerl.node.models import huggingface, model_files
+from primerl.node.models import huggingface
 from primerl.node.models.support import pack_support, unpack_support
-from primerl.node.models.tensors import from_torch, to_torch
-from primerl.node.training.backend import Sample
-from primerl.node.training.learner import Learner
 from primerl.node.verification.auditor import (
     AuditItem,
     AuditTerms,
     Measured,
-    SampledSpan,
     evidence,
 )
 from primerl.node.verification.bounds import BUILT_IN, proof_contract
@@ -47,7 +41,14 @@ from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.judge import judge
 from primerl.node.verification.replay import Replay
 from primerl.node.weights.state import State
-from primerl.scripts.bench.report import at_least, at_most, conclude, make_parser
+from primerl.scripts.bench.replies import (
+    Replies,
+    make_sampling_parser,
+    make_sharp_model,
+    mismatch,
+    running,
+)
+from primerl.scripts.bench.report import at_least, at_most, conclude
 
 MOST = 1.2
 """Goal: mismatch KL over the supports, by that of draws from all tokens."""
@@ -59,58 +60,15 @@ Dtype = Literal["float32", "bfloat16"]
 OTHER: dict[Dtype, Dtype] = {"bfloat16": "float32", "float32": "bfloat16"}
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """Requests and what an engine replied to them."""
-
-    requests: Sequence[GenerateRequest]
-    replies: Sequence[Completion]
-
-    def samples(self, *, supported: bool) -> list[Sample]:
-        """Make the trainer's samples."""
-        return [
-            Sample(
-                [*asked.prompt, *reply.token_ids],
-                [False] * len(asked.prompt) + [True] * len(reply.token_ids),
-                [0.0] * len(asked.prompt) + reply.logprobs,
-                1.0,
-                support=reply.support if supported else b"",
-            )
-            for asked, reply in zip(self.requests, self.replies, strict=True)
-        ]
-
-    def items(self) -> list[AuditItem]:
-        """Make the auditor's items."""
-        return [
-            AuditItem(
-                token_ids=[*asked.prompt, *reply.token_ids],
-                replies=[SampledSpan(len(asked.prompt), len(asked.prompt) + len(reply.token_ids), asked.seed)],
-                logprobs=reply.logprobs,
-                versions=[0] * len(reply.token_ids),
-                proof=reply.proof,
-                support=reply.support,
-                top_p=asked.top_p,
-            )
-            for asked, reply in zip(self.requests, self.replies, strict=True)
-        ]  # fmt: skip
-
-
 def make_model(options: argparse.Namespace, directory: Path) -> State:
     """Make a random model in `directory`."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 512}
-    huggingface.create(directory, shape, options.seed)
-    state = huggingface.policy_state(huggingface.load_model(directory))
-    state = {
-        name: from_torch(to_torch(one) * options.sharp) if len(one.shape) == 2 else one
-        for name, one in state.items()
-    }
-    model_files.export(state, directory, directory)
-    return state
+    return make_sharp_model(directory, shape, options.sharp, options.seed)
 
 
 async def generate(
     options: argparse.Namespace, directory: Path, state: State, dtype: Dtype, *kinds: dict[str, Any]
-) -> list[Drawn]:
+) -> list[Replies]:
     """Draw replies of each of `kinds`, fields of a request, from the same prompts with the same seeds."""
     config = EngineConfig(
         dtype=dtype,
@@ -120,60 +78,28 @@ async def generate(
     )
     rng = np.random.default_rng(options.seed)
     first = huggingface.load_config(directory).bos_token_id or 0
-    engine: Engine = build_engine(config)
-    found: list[Drawn] = []
-    try:
-        await engine.start(directory, fingerprint="projection")
-        await engine.load(0, state)
-
-        async def asked(requests: Sequence[GenerateRequest]) -> Drawn:
-            return Drawn(requests, await asyncio.gather(*map(engine.generate, requests)))
-
-        seeds = rng.integers(2**60, size=options.sequences).tolist()
-        begun = await asked([GenerateRequest((first,), WARM_UP - 1, 1.0, one, ()) for one in seeds])
-        for kind in kinds:
-            requests = [
-                GenerateRequest((first, *one.token_ids), options.tokens, 1.0, seed, (), **kind)
-                for one, seed in zip(begun.replies, seeds, strict=True)
-            ]
-            found.append(await asked(requests))
-    finally:
-        await engine.close()
-    return found
+    seeds = rng.integers(2**60, size=options.sequences).tolist()
+    async with running(config, directory, state) as engine:
+        begun = await Replies.of(
+            engine, [GenerateRequest((first,), WARM_UP - 1, 1.0, seed, ()) for seed in seeds]
+        )
+        return [
+            await Replies.of(
+                engine,
+                [
+                    GenerateRequest(
+                        (first, *reply.token_ids), options.tokens, 1.0, seed, (), **kind
+                    )
+                    for reply, seed in zip(begun.completions, seeds, strict=True)
+                ],
+            )
+            for kind in kinds
+        ]
 
 
-# -- training --------------------------------------------------------------------------------------
-
-
-def mismatch(
-    options: argparse.Namespace, directory: Path, samples: dict[str, list[Sample]]
-) -> dict[str, dict[str, float]]:
-    """Compare the trainer's logprobs with the engine's."""
-    config = TrainingConfig(
-        dtype=options.trainer_dtype,
-        device=options.device,
-        seq_len=WARM_UP + options.tokens,
-        compile=False,
-        threads=options.threads,
-    )
-    learner = Learner.build(directory, config, max_steps=1, seed=0, temperature=1.0)
-    found: dict[str, dict[str, float]] = {}
-    for name, some in samples.items():
-        values = np.concatenate([np.array(learner.packed_logprobs([one])) for one in some])
-        drawn = np.concatenate([np.array(one.logprobs)[np.array(one.mask)] for one in some])
-        apart = values - drawn
-        found[name] = {
-            "mismatch_kl": float((np.expm1(apart) - apart).mean()),
-            "mean": float(np.abs(apart).mean()),
-            "most": float(np.abs(apart).max()),
-        }
-    learner.close()
-    return found
-
-
-def sizes(drawn: Drawn) -> dict[str, float]:
+def sizes(drawn: Replies) -> dict[str, float]:
     """Describe the supports and their bytes."""
-    pairs = [(one.support, one.token_ids) for one in drawn.replies]
+    pairs = [(one.support, one.token_ids) for one in drawn.completions]
     counts = np.concatenate([(unpack_support(*pair) >= 0).sum(1) for pair in pairs])
     listed = counts[counts > 0]
     return {
@@ -235,16 +161,10 @@ def audited(
 
 def parse() -> argparse.Namespace:
     """Parse the options; defaults depend on this machine's hardware."""
-    parser = make_parser(__doc__, "a tiny model and few tokens")
-    parser.add_argument("--model", type=Path, help="directory of a model in bf16")
+    parser = make_sampling_parser(
+        __doc__, sequences=32, tokens=128, sharp=10.0, trainer_dtype="float32"
+    )
     parser.add_argument("--top-p", type=float, default=0.9)
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--sharp", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--trainer-dtype", choices=("bfloat16", "float32"), default="float32")
-    parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
     options.device = "cpu"
     if options.quick:
@@ -266,10 +186,10 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         )
         [strange] = await generate(options, directory, state, other, limited)
         samples = {
-            "drawn from all tokens": free.samples(supported=False),
+            "drawn from all tokens": free.samples(),
             f"top-p {top_p:g}, over the supports": drawn.samples(supported=True),
-            f"top-p {top_p:g}, over all tokens": plain.samples(supported=False),
-            f"top-p {top_p:g}, the sampler's over the supports": drawn.samples(supported=False),
+            f"top-p {top_p:g}, over all tokens": plain.samples(),
+            f"top-p {top_p:g}, the sampler's over the supports": drawn.samples(),
         }
         network = LanguageModel.build(directory, state, dtype=options.dtype, device=options.device)
         honest = drawn.items()
@@ -280,7 +200,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         kinds = {"honest": honest, f"honest, drawn in {other}": strange.items(), **cheats}
         return {
             "supports": sizes(drawn),
-            "mismatch": mismatch(options, directory, samples),
+            "mismatch": mismatch(options, directory, samples, WARM_UP + options.tokens),
             "audit": audited(options, directory, state, kinds),
         }
 

@@ -11,6 +11,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.memory_store import MemoryStore
+
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.connections import ConnectionPool, Router
 from primerl.node.p2p.download import BlobFetcher
@@ -21,7 +24,6 @@ from primerl.node.p2p.serve import BlobServer, ChunkArrivals
 from primerl.protocol.manifests import ChunkRef
 from primerl.protocol.version import ALPN_BLOBS
 from primerl.scripts.bench.children import Event, Wire
-from primerl.tests.support.memory_store import MemoryStore
 
 CONNECT_S = 10.0
 MAX_BYTES = 2**32

@@ -19,6 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.counting_backend import CountingBackend
+from support.scripted_engine import ScriptedEngine
+
 from primerl.node.app import rundir
 from primerl.node.app.daemon import load_key
 from primerl.node.app.factories import Factories
@@ -35,8 +39,6 @@ from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.manifests import RunManifest
 from primerl.scripts.bench.children import Event, Wire, cpu_by_process, cpu_seconds
-from primerl.tests.support.counting_backend import CountingBackend
-from primerl.tests.support.scripted_engine import ScriptedEngine
 
 PROMPTS = 512
 """Number of distinct prompts that are kept for bare vLLM."""

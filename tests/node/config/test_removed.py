@@ -9,6 +9,9 @@ from primerl.node.config.removed import REMOVED, replacement
 from primerl.node.config.run import RunConfig
 from primerl.node.errors import UsageError
 
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
 
 def test_a_removed_key_says_what_takes_its_place_wherever_it_is_set(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
@@ -31,6 +34,15 @@ def test_a_removed_key_is_known_below_other_sections_and_by_its_section() -> Non
     assert not replacement("engine")
     assert "120 s" in replacement("lease_timeout_s")
     assert not replacement("rollouts.lease_timeout_s")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_tells_to_set_a_removed_key(page: Path) -> None:
+    text = page.read_text()
+    for removed in REMOVED:
+        name = removed.removeprefix(".")
+        assert f"`{name}`" not in text or removed.startswith("."), name
+        assert f"--{name.replace('_', '-')}" not in text, name
 
 
 @pytest.mark.parametrize("removed", REMOVED)
