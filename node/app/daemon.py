@@ -29,7 +29,7 @@ from ..inference.vllm_arguments import (
     is_installed,
     read_shape,
 )
-from ..models.architectures import created_config
+from ..models.created_model import created_config
 from ..ops.logs import configure
 from ..ops.monitors import check_monitors
 from ..process.spawn import PARENT_VARIABLE

@@ -24,7 +24,8 @@ from ..memory_plan.memory import (
     worker_share,
 )
 from ..memory_plan.shape import ModelShape, read_shape
-from ..models.architectures import created_config, text_config
+from ..models.architectures import text_config
+from ..models.created_model import created_config
 from ..models.json_files import read_json
 
 Names = tuple[str, ...]

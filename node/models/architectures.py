@@ -21,7 +21,7 @@ from typing import Any
 
 from ..config.paths import expand_home
 from ..config.run import ModelConfig
-from ..errors import UsageError
+from .created_model import SHAPE_FIELDS, created_config
 from .json_files import read_json
 from .text_models import QUANTIZED, reads_images
 
@@ -195,60 +195,6 @@ def strange_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str
     )
 
 
-CREATED: Mapping[str, int | float | bool] = {
-    "hidden_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 192,
-    "vocab_size": 288,
-    "rope_theta": 100.0,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 1024,
-}
-"""Shape of a model that is made here, where [model.create] does not say another."""
-CREATED_EXPERTS: Mapping[str, int | float | bool] = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
-"""The same of its experts, if it has num_experts."""
-
-OF_EXPERTS = frozenset({"num_experts", *CREATED_EXPERTS})
-
-
-def created_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the model that [model.create] describes. Raises UsageError.
-
-    Fields that only its transformers config knows are checked by that; transformers is imported for them alone.
-    """
-    experts = fields.get("num_experts", 0)
-    defaults = CREATED if not experts else {**CREATED, "num_experts": 2, **CREATED_EXPERTS}
-    family = "qwen3_moe" if experts else "qwen3"
-    config = {**defaults, **fields, "model_type": family}
-    if not experts:
-        config = {name: value for name, value in config.items() if name not in OF_EXPERTS}
-    for name, default in defaults.items():
-        value = config[name]
-        kinds = (int, float) if isinstance(default, float) else type(default)
-        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
-            kind = "true or false" if isinstance(default, bool) else "a number"
-            raise UsageError(f"model.create.{name} should be {kind}, not {value!r}")
-        if not isinstance(default, bool) and value <= 0:
-            raise UsageError(f"model.create.{name} should be above 0, not {value!r}")
-    if experts and experts < config["num_experts_per_tok"]:
-        raise UsageError(
-            f"model.create.num_experts_per_tok is {config['num_experts_per_tok']}: set at most num_experts, "
-            f"{experts}"
-        )
-    if others := [name for name in fields if name not in defaults and name in config]:
-        from .huggingface import check_fields
-
-        check_fields(family, others)
-    return config
-
-
 def read_config(model: ModelConfig) -> Mapping[str, Any]:
     """Read a model's config.json from its directory or the hub.
 
@@ -256,7 +202,12 @@ def read_config(model: ModelConfig) -> Mapping[str, Any]:
     that of its text model. Raises EngineError.
     """
     if model.create is not None:
-        return created_config(model.create)
+        config = created_config(model.create)
+        if config.keys() - SHAPE_FIELDS:  # transformers is imported for these alone
+            from .huggingface import check_fields
+
+            check_fields(config)
+        return config
     directory = expand_home(model.name)
     if directory.is_dir():
         return text_config(read_json(directory / "config.json"))

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stderr
 from importlib import import_module
 from io import StringIO
@@ -23,7 +23,7 @@ from ..config.paths import expand_home
 from ..errors import EngineError, StorageError, UsageError, named_line, one_line
 from ..storage.run_files import make_directory
 from ..weights.state import FLOATS, State
-from .architectures import created_config
+from .created_model import SHAPE_FIELDS, created_config
 from .json_files import read_json
 from .model_files import (
     CONTRACT_PATTERNS,
@@ -41,7 +41,7 @@ from .text_models import ALONE, QUANTIZED, SIZES, reads_images, text_model
 from .tokenizer_files import DEFAULT, TEMPLATE_FOLDER, read_tokenizer_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -164,18 +164,18 @@ PROBE = (
 # -- making ---------------------------------------------------------------------------------------
 
 
-OURS = frozenset("dtype model_type architectures eos_token_id pad_token_id bos_token_id".split())
-"""Fields of a created model's config that follow from the others, or from its tokenizer."""
+OURS = frozenset("dtype architectures eos_token_id pad_token_id bos_token_id".split())
+"""Fields of a created model's config that follow from its tokenizer, or from the others."""
 
 
-def check_fields(family: str, names: Iterable[str]) -> None:
-    """Check that the config class of a model that is made here has these fields. Raises UsageError."""
+def check_fields(config: Mapping[str, Any]) -> None:
+    """Check that its config class has all fields of a model that is made here. Raises UsageError."""
+    family = config["model_type"]
     has = inspect.signature(_created_class(family, "Config").__init__).parameters.keys() - OURS
-    for name in names:
-        if name not in has:
-            close = difflib.get_close_matches(name, has, n=1)
-            hint = f": did you mean {close[0]}?" if close else ""
-            raise UsageError(f"model.create.{name} is no field of a new {family}{hint}")
+    for name in sorted(config.keys() - SHAPE_FIELDS - has):
+        close = difflib.get_close_matches(name, [*has, *SHAPE_FIELDS], n=1)
+        hint = f": did you mean {close[0]}?" if close else ""
+        raise UsageError(f"model.create.{name} is no field of a new {family}{hint}")
 
 
 def _created_class(family: str, kind: str) -> Any:
@@ -193,6 +193,7 @@ def create(directory: Path, fields: Mapping[str, Any], seed: int) -> None:
     import torch
 
     config = created_config(fields)
+    check_fields(config)
     tokenizer = _byte_tokenizer(config["max_position_embeddings"])
     if len(tokenizer) > config["vocab_size"]:
         raise EngineError(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from primerl.node.models import huggingface
-from primerl.node.models.architectures import OF_EXPERTS
+from primerl.node.models.created_model import OF_EXPERTS
 from primerl.node.training.backend import Sample
 from primerl.node.weights.state import Changed, State, Tensor
 

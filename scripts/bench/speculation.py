@@ -35,7 +35,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
-from primerl.node.models.architectures import created_config
+from primerl.node.models.created_model import created_config
 from primerl.node.weights.state import State
 from primerl.scripts.bench.models import SHAPES
 from primerl.scripts.bench.report import at_least, conclude, make_parser

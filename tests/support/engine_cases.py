@@ -13,7 +13,7 @@ import torch
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Engine, GenerateRequest
 from primerl.node.models import huggingface
-from primerl.node.models.architectures import created_config
+from primerl.node.models.created_model import created_config
 from primerl.node.weights.state import Changed, State, Tensor
 
 STOP = 258

