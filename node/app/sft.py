@@ -127,7 +127,7 @@ class _SftRun:
     async def _learn(self, data: Data, model_dir: Path) -> dict[str, object]:
         """Train; when a rank dies, go on from the last checkpoint with new ones. Raises NodeError."""
         config = self._config
-        restarts = Restarts(config.training.fsdp.max_restarts, self._factories.sleep)
+        restarts = Restarts(sleep=self._factories.sleep)
         own = Checkpoints(config.run_dir / run_files.CHECKPOINTS, keep_last=1)
         resume = config.resume
         while True:

@@ -486,7 +486,7 @@ class TrainerNode(IssuingNode):
                 lambda again: self._learn(
                     run, self._backend.start(model_dir) if again else starting, again
                 ),
-                Restarts(self._config.training.fsdp.max_restarts),
+                Restarts(),
                 newest=open_checkpoints(self._config).latest,
                 replace=self._replace_backend,
             )

@@ -20,6 +20,10 @@ REMOVED = {
         "bounds them: leave it out"
     ),
     "engine.max_restarts": "an engine is restarted five times in a row: leave it out",
+    "fsdp.max_restarts": "ranks are restarted three times from one checkpoint: leave it out",
+    "fsdp.start_timeout_s": (
+        "ranks have 600 s to start, or fsdp.timeout_s if that is longer: leave it out"
+    ),
     "launch.start_timeout_s": "the trainer has 300 s to write its ticket: leave it out",
     "log.keep": "four log files that were put aside are kept: leave it out",
     "log.max_mib": "a log file is put aside at 16 MiB: leave it out",

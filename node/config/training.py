@@ -340,6 +340,9 @@ class LoraConfig(BaseConfig):
     """Write the merged model, too, into `merged` beside the exported adapters."""
 
 
+START_S = 600.0
+
+
 class FsdpConfig(BaseConfig):
     """`training.backend = "fsdp"`: the ranks that share a model."""
 
@@ -357,11 +360,13 @@ class FsdpConfig(BaseConfig):
     parameter more."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline of a collective: a rank that is not heard of for so long is dead. A step may take twice this,
-    and 10 ms for each token; what reads or writes the whole model three times."""
-    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Time for all ranks to meet, and again for the model to be loaded."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Restarts of dead ranks from the same checkpoint before the run ends."""
+    and 10 ms for each token; what reads or writes the whole model three times. All ranks have so long to meet,
+    and again to load the model, and 600 s at least."""
+
+    @property
+    def start_s(self) -> float:
+        """Time for all ranks to meet, and again for the model to be loaded."""
+        return max(START_S, self.timeout_s)
 
 
 Advantage = Literal[

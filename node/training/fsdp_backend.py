@@ -48,7 +48,7 @@ class FsdpBackend(LearnerBackend):
     If a caller is cancelled, its call still finishes; the next one queues behind it, and close() ends it.
 
     Deadlines: 2 x fsdp.timeout_s plus 10 ms per token for step(), evaluate() and supervised_step(),
-    fsdp.start_timeout_s for compile_step(), 3 x fsdp.timeout_s for other calls unless they state another.
+    fsdp.start_s for compile_step(), 3 x fsdp.timeout_s for other calls unless they state another.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class FsdpBackend(LearnerBackend):
             absolute(model_dir), self._max_steps, self._seed, self._temperature, self._own
         )
         try:
-            await self._ask(ask, self._config.fsdp.start_timeout_s)
+            await self._ask(ask, self._config.fsdp.start_s)
         except BaseException:  # also when cancelled: ranks without a model are useless
             await self.close()
             raise
@@ -161,7 +161,7 @@ class FsdpBackend(LearnerBackend):
         if isinstance(call, StepCall | EvaluateCall | SupervisedStepCall):
             limit_s = STEP_TIMEOUTS * fsdp.timeout_s + SECONDS_PER_TOKEN * call.tokens
         elif call == MethodCall("compile_step"):
-            limit_s = fsdp.start_timeout_s
+            limit_s = fsdp.start_s
         else:
             limit_s = self._model_s
         return await self._ask(call, limit_s)

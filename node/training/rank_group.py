@@ -142,13 +142,22 @@ class RankGroup(ChildProcess):
     max_frame = MAX_FRAME
 
     def __init__(
-        self, config: TrainingConfig, ranks: int, program: Sequence[str] = PROGRAM
+        self,
+        config: TrainingConfig,
+        ranks: int,
+        program: Sequence[str] = PROGRAM,
+        *,
+        start_s: float = 0.0,
     ) -> None:
-        """Configure `ranks` on this machine; `program` is the program that torchrun runs."""
+        """Configure `ranks` on this machine; `program` is the program that torchrun runs.
+
+        They have `start_s` seconds to meet; 0: as long as the config says.
+        """
         super().__init__("ranks", "the ranks", program, {})
         self._config = config
         self._ranks = ranks
         self._rank_program = program
+        self._start_s = start_s
         self._directory: Path | None = None
         self._attribution = FailureAttribution()
         self.pids: list[int] = []
@@ -200,7 +209,7 @@ class RankGroup(ChildProcess):
         others = self._others()
         if others:
             logger.warning("%d machines are waited for%s", self._config.fsdp.nodes - 1, others)
-        limit_s = self._config.fsdp.start_timeout_s
+        limit_s = self._start_s or self._config.fsdp.start_s
         try:
             async with asyncio.timeout(limit_s):
                 await self.spawn_at_socket(
@@ -306,7 +315,7 @@ def command(
         host, port = _meeting(fsdp.rendezvous)
         places += ["--nnodes", str(fsdp.nodes), "--node-rank", "0" if here else "NODE"]
         places += ["--master-addr", host, "--master-port", port]
-        places += ["--rdzv-conf", f"timeout={int(fsdp.start_timeout_s)}"]
+        places += ["--rdzv-conf", f"timeout={int(fsdp.start_s)}"]
     python = [sys.executable, "-P"] if here else ["python"]
     return Command([*python, *TORCHRUN, *places, *program])
 

@@ -9,13 +9,15 @@ from ..errors import RankFailed
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 60.0
+MAX_RESTARTS = 3
+"""From the same checkpoint, before the run ends."""
 
 
 class Restarts:
     """Counter of restarts since the last new checkpoint, so that they end without progress."""
 
     def __init__(
-        self, most: int, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self, most: int = MAX_RESTARTS, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         """Allow at most `most` restarts from one checkpoint."""
         self._most = most

@@ -24,7 +24,7 @@ from primerl.node.models.model_files import read_state
 from primerl.node.training.backend import Snapshot, StepMetrics, TrainBackend, TrainBatch
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.rank_group import RankGroup
-from primerl.node.training.restarts import Restarts, ranks_alone, until_done
+from primerl.node.training.restarts import MAX_RESTARTS, Restarts, ranks_alone, until_done
 from primerl.node.weights.state import digests, state_digest
 
 Deaths = Counter[tuple[str, int]]
@@ -179,15 +179,12 @@ async def test_ranks_that_never_live_long_enough_end_the_run(
     tmp_path: Path, model_dir: Path
 ) -> None:
     deaths = Deaths({("step", 2): 9})
-    training = {"fsdp": {"max_restarts": 1}}
-    async with MortalSwarm(
-        tmp_path, model_dir, deaths=deaths, max_steps=3, training=training
-    ) as swarm:
+    async with MortalSwarm(tmp_path, model_dir, deaths=deaths, max_steps=3) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
         with pytest.raises(RankFailed, match="rank 1"):
             await swarm.trainer.ended()
-        assert len(swarm.mortals) == 2
+        assert len(swarm.mortals) == 1 + MAX_RESTARTS
         assert all(one.closed for one in swarm.mortals)
 
 

@@ -276,7 +276,7 @@ async def test_workers_are_admitted_while_the_trainer_loads_its_model(
 async def test_ranks_that_die_while_the_model_is_loaded_end_the_run_at_once(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with SlowSwarm(tmp_path, model_dir, training={"fsdp": {"max_restarts": 3}}) as swarm:
+    async with SlowSwarm(tmp_path, model_dir) as swarm:
         swarm.loaded, swarm.fault = asyncio.Event(), "rank 1 of 2 failed: out of memory"
         await swarm.start_trainer()
         swarm.loaded.set()

@@ -25,6 +25,7 @@ from primerl.node.storage.run_files import MARK, begun_on, claim
 from primerl.node.trainer import run_manifest
 from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.local_backend import LocalBackend
+from primerl.node.training.restarts import MAX_RESTARTS
 from primerl.node.training.skipped_steps import MAX_SKIPPED
 
 TRAINING = SftTrainingConfig.model_validate(FAST.model_dump() | {"lr": 5e-3, "scheduler": "linear"})
@@ -267,7 +268,7 @@ async def test_ranks_that_die_again_and_again_end_the_run(make: Any) -> None:
     backends.fail_at = [1] * 9
     with pytest.raises(RankFailed):
         await sft(make(), watch=quiet, factories=backends.factories())
-    assert len(backends.made) == 1 + TRAINING.fsdp.max_restarts
+    assert len(backends.made) == 1 + MAX_RESTARTS
 
 
 async def test_a_directory_is_used_once_unless_it_is_said(make: Any) -> None:

@@ -27,7 +27,7 @@ MODEL = Path("model")
 
 
 def config(timeout_s: float = 20.0) -> TrainingConfig:
-    fsdp = FsdpConfig(timeout_s=timeout_s, start_timeout_s=60.0)
+    fsdp = FsdpConfig(timeout_s=timeout_s)
     return TrainingConfig(device="cpu", threads=1, fsdp=fsdp)
 
 
@@ -193,7 +193,7 @@ async def test_ranks_that_cannot_start_are_an_error_that_says_why() -> None:
 
 @pytest.mark.nightly
 async def test_a_world_that_cannot_be_divided_is_a_mistake_of_the_config() -> None:
-    fsdp = FsdpConfig(replicas=3, start_timeout_s=60.0)
+    fsdp = FsdpConfig(replicas=3)
     ranks = RankGroup(config().model_copy(update={"fsdp": fsdp}), 2, FAKE)
     with pytest.raises(EngineError, match=r"2 ranks are not divisible by fsdp.replicas 3") as error:
         await ranks.start()

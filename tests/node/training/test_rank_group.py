@@ -29,9 +29,7 @@ from primerl.node.training.rank_group import (
 from primerl.node.training.rank_messages import ENDED, EXIT_LOST, RankDone, RanksBroken, RankStart
 
 FAKE = (fake.__file__,)
-CONFIG = TrainingConfig(
-    device="cpu", threads=1, fsdp=FsdpConfig(timeout_s=20.0, start_timeout_s=60.0)
-)
+CONFIG = TrainingConfig(device="cpu", threads=1, fsdp=FsdpConfig(timeout_s=20.0))
 LOST = (
     "rank 0 lost the others: RuntimeError: gloo/transport/tcp/pair.cc:553 Connection closed by peer"
 )
@@ -162,13 +160,12 @@ def test_a_rank_alone_is_started_without_torchrun_and_knows_that_it_is_alone() -
     assert "torch.distributed.run" in command(two, 1, ["-m", "rank"], here=True)
 
 
-def config(port: int, start_timeout_s: float = 60.0) -> TrainingConfig:
+def config(port: int) -> TrainingConfig:
     fsdp = FsdpConfig(
         ranks=1,
         nodes=2,
         rendezvous=f"127.0.0.1:{port}",
         timeout_s=10.0,
-        start_timeout_s=start_timeout_s,
     )
     return TrainingConfig(device="cpu", threads=1, fsdp=fsdp)
 
@@ -223,7 +220,7 @@ async def test_a_machine_that_dies_ends_all() -> None:
 
 @pytest.mark.nightly
 async def test_where_no_other_machine_comes_the_error_has_the_command() -> None:
-    ranks = RankGroup(config(free_port(), start_timeout_s=4.0), 1, FAKE)
+    ranks = RankGroup(config(free_port()), 1, FAKE, start_s=4.0)
     with pytest.raises(RankFailed, match=r"with NODE 1 to 1, run `python -m torch.distributed.run"):
         await ranks.start()
 
@@ -239,7 +236,7 @@ def test_the_command_for_other_machines_holds_no_secret_and_nothing_of_this_mach
     line = str(command(config(29500), 8, ("-m", "primerl.node.training.rank")))
     assert line == (
         "python -m torch.distributed.run --nproc-per-node 8 --max-restarts 0 --nnodes 2 "
-        "--node-rank NODE --master-addr 127.0.0.1 --master-port 29500 --rdzv-conf timeout=60 "
+        "--node-rank NODE --master-addr 127.0.0.1 --master-port 29500 --rdzv-conf timeout=600 "
         "-m primerl.node.training.rank"
     )
 
