@@ -406,6 +406,10 @@ class WeightsConfig(BaseConfig):
     """Most disk space for chunks; more are refused."""
 
 
+FINGERPRINT = "projection"
+"""What workers commit to while they generate, 8 bytes per token; there is only this one."""
+
+
 class VerificationConfig(BaseConfig):
     """Checks of rollouts before they are learned from."""
 

@@ -21,7 +21,7 @@ from .. import gpus
 from ..config.engine import EXACT_NEEDS_VLLM, EngineConfig
 from ..config.evaluation import EvalConfig
 from ..config.paths import expand_home, home_directory
-from ..config.run import JoinConfig, ModelConfig, NodeConfig, RunConfig
+from ..config.run import FINGERPRINT, JoinConfig, ModelConfig, NodeConfig, RunConfig
 from ..config.serving import ApiConfig
 from ..environments.allowed import find_package
 from ..environments.sandbox import OWN_WORD, choose
@@ -49,7 +49,6 @@ from ..models.json_files import read_json
 from ..models.text_models import reads_images
 from ..p2p import libp2p
 from ..training import parity
-from ..verification.bounds import FINGERPRINT
 
 State = Literal["ok", "warning", "problem"]
 

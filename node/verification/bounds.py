@@ -19,7 +19,7 @@ from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import Evidence
 from ..config.engine import Quantization
-from ..config.run import RunConfig
+from ..config.run import FINGERPRINT, RunConfig
 from ..errors import BAD_FILE, UsageError
 from ..inference.numerics import engine_class
 from .auditor import MEASURES
@@ -56,8 +56,6 @@ EXACT = (
 rounding of the measures. In 4,600 honest rollouts all measures were 0, except logprobs, which are off by 3e-7
 on average and by 3e-6 at most, and other_policy, which is at most 3.1 if two versions hardly differ."""
 
-FINGERPRINT = "projection"
-"""What workers commit to while they generate, 8 bytes per token."""
 FALSE_BANS = 1e-3
 """Probability over the whole run that the sequential test bans an honest worker."""
 BEYOND = 1e-5

@@ -76,7 +76,7 @@ def test_every_command_explains_itself(command: str, cli: Cli) -> None:
         ("train", ["--training.lr NUMBER"], ["--data.hub"]),
         ("sft", ["--data.loss-roles JSON"], ["--rollouts"]),
         ("join", ["--engine.type"], ["--training.lr"]),
-        ("judge", ["--leases-per-worker INT", "--api.port"], ["--training.lr", "--max-steps"]),
+        ("judge", ["--max-tokens INT", "--api.port"], ["--training.lr", "--max-steps"]),
         ("inference", ["--api.key-variable", "--model.base", "--engine.dtype"], ["--rollouts"]),
     ],
 )
