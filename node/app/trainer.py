@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ...crypto.keys import SecretKey
 from ...protocol.errors import RemoteProtocolError
-from ...protocol.leases import LeaseBook, TaskQueue
 from ...protocol.reputation import ban_test
 from ...protocol.trust import RunDocuments
 from ..config.run import RunConfig
@@ -50,6 +49,7 @@ from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher
 from ..trainer.kept_rollouts import RolloutKeeper
+from ..trainer.lease_book import LeaseBook, TaskQueue
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
 from ..trainer.requests import ControlHandler

@@ -19,7 +19,7 @@ from ...crypto.hashing import short
 from ...protocol.audits import CHALLENGE_BYTES, Outliers, audit_rate
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease, LeaseOutcome, open_lease
+from ...protocol.leases import Lease, open_lease
 from ...protocol.manifests import ProofContract
 from ...protocol.messages import SubmitOffer
 from ...protocol.reputation import BanTest
@@ -34,6 +34,7 @@ from ..verification.self_calibration import AuditConditions
 from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from .bounds_book import MeasuredRows
 from .kept_rollouts import NOT_ADMITTED, RolloutKeeper
+from .lease_book import LeaseOutcome
 from .lease_outcomes import EXCUSED
 from .pipeline_faults import StageFaults, spared
 from .scheduler import LeaseScheduler

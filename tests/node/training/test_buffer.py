@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.training_cases import group
 
+from primerl.node.trainer.lease_book import LeadTime
 from primerl.node.training.buffer import (
     BufferSnapshot,
     RolloutBuffer,
@@ -11,7 +12,6 @@ from primerl.node.training.buffer import (
     peer_cap,
     peer_room,
 )
-from primerl.protocol.leases import LeadTime
 
 MOVES = st.lists(
     st.one_of(
