@@ -466,7 +466,7 @@ FAULTS = (
     Fault(
         "tasks of lost groups in used work are forgotten in a restart",
         "node/trainer/loop.py",
-        "unused = (one for one in arrived if one.arrival not in state.used)",
+        "unused = (submission for submission in arrived if submission.arrival not in state.used)",
         "unused = iter(arrived)",
         ("test_a_lost_group_of_used_work_waits_to_be_leased_again_in_a_resumed_run",),
     ),
