@@ -11,7 +11,7 @@ Parts, in the order of a step (TrainerRole._step):
 - credit() makes training samples of the batch, Demonstrations add theirs, TrainBackend trains on them;
 - SkippedSteps ends the run whose weights are ruined, Checkpoints make the step durable;
 - Publisher signs and spreads the new version, OnlineEvaluation measures it;
-- StepMetrics writes what the step did; next_batch() tells the operator what the next one waits for.
+- RunMetrics writes what the step did; next_batch() tells the operator what the next one waits for.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from ..training.checkpoint import Checkpoints
 from ..training.skipped_steps import SkippedSteps
 from .demonstrations import Demonstrations
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
-from .metrics import StepMetrics
+from .metrics import RunMetrics
 from .next_batch import next_batch
 from .publisher import Publisher
 from .scheduler import BatchCutter, LeaseScheduler
@@ -87,7 +87,7 @@ class TrainerRole:
         self._skips = SkippedSteps(self.checkpoints)
         self._evaluation = evaluation
         self._demonstrations = demonstrations or Demonstrations()
-        self._metrics = StepMetrics(
+        self._metrics = RunMetrics(
             config, scheduler, submissions, publisher, self._demonstrations, metrics
         )
         self._baselines: dict[str, dict[str, float]] = {}

@@ -24,7 +24,7 @@ Line = dict[str, float | None]
 """The metrics of a step, by name."""
 
 
-class StepMetrics:
+class RunMetrics:
     """The metrics of the run's steps."""
 
     def __init__(

@@ -20,7 +20,6 @@ from ...protocol.audits import (
     MAX_UNREADABLE_DETAIL,
     AuditReport,
     CrossedRow,
-    MeasuredRow,
     Place,
     UnreadableRow,
 )
@@ -37,7 +36,7 @@ from ...protocol.messages import (
     AuditWait,
     WorkerStats,
 )
-from ...protocol.rollouts import Submission
+from ...protocol.rollouts import MEASURES, Evidence, Submission
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
 from ..errors import EngineError, first_cause
@@ -48,7 +47,6 @@ from ..p2p.transport import Stream, StreamClosed, TransportError
 from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
 from ..p2p.waiting import LogBackoff
 from ..verification.auditor import (
-    MEASURES,
     AuditItem,
     Auditor,
     Measured,
@@ -379,7 +377,7 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
 
 def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditReport:
     """Make the report of a job; `found` holds one entry per chosen rollout."""
-    measured: list[MeasuredRow] = []
+    measured: list[Evidence] = []
     unreadable: list[UnreadableRow] = []
     crossed: list[CrossedRow] = []
     for place, one in zip(job.chosen, found, strict=True):
@@ -388,9 +386,7 @@ def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditR
             unreadable.append(UnreadableRow(place.group, place.rollout, one.proof, detail))
             continue
         values = (_finite(getattr(one, name)) for name in MEASURES)
-        measured.append(
-            MeasuredRow(place.group, place.rollout, one.tokens, *values, means=one.means)
-        )
+        measured.append(Evidence(place.group, place.rollout, one.tokens, *values, means=one.means))
         if one.boundaries:
             distances = tuple(map(_finite, one.boundaries))
             crossed.append(CrossedRow(place.group, place.rollout, distances))

@@ -507,7 +507,7 @@ class Verifier:
             return
         call = self._call(passed, states, work)
         try:
-            answer = await self._audits.audit(call)
+            answer = await self._audits.audit_rollouts(call)
         except EngineError as error:
             # A rollout that was chosen for an audit is not trained on without one; its worker is not blamed.
             logger.error("no audit is possible: %s", error)

@@ -88,8 +88,8 @@ from .auditor import (
     check_model_routes,
     check_versions,
 )
+from .local_audits import AuditFailed, Portions
 from .measures import check_items, compare_replies, routing, split_proof, summarize
-from .portions import AuditFailed, Portions
 
 logger = logging.getLogger(__name__)
 

@@ -94,7 +94,7 @@ class Unquestioned(CountingEnvironment):
 class NoAudits:
     """An AuditService that nobody asks."""
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         """Raise AssertionError."""
         raise AssertionError("nothing is to be audited")
 

@@ -22,9 +22,10 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample
-from primerl.node.verification.auditor import Auditor, LocalAudits
+from primerl.node.verification.auditor import Auditor
 from primerl.node.verification.calibration import trial_run
 from primerl.node.verification.duplicates import CopyDetector
+from primerl.node.verification.local_audits import LocalAudits
 from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from primerl.node.weights.state import State
 from primerl.node.worker.rollouts import rollout_record

@@ -35,7 +35,7 @@ replace = msgspec.structs.replace
 class NoAudits:
     """Nothing is drawn for an audit here."""
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         raise AssertionError("an audit")
 
 

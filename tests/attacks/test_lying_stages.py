@@ -23,9 +23,10 @@ from primerl.node.environments.environment import Branch, Episode, Score, Task
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.trainer.pipeline_faults import StageFaults
-from primerl.node.verification.auditor import AuditItem, LocalAudits
+from primerl.node.verification.auditor import AuditItem
 from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.duplicates import CopyDetector
+from primerl.node.verification.local_audits import LocalAudits
 from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier
 from primerl.node.worker.rollouts import branch_record, crossed
 from primerl.protocol.envelope import Purpose, seal

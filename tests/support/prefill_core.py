@@ -11,7 +11,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, one_line
 from primerl.node.inference.hf import ComputeThread
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.portions import portion_size, prefill_costs
+from primerl.node.verification.local_audits import portion_size, prefill_costs
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest
 

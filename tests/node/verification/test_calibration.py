@@ -16,7 +16,7 @@ from primerl.node.config.run import RunConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Split, Task
 from primerl.node.errors import EngineError, NodeError, UsageError
 from primerl.node.inference.engine import Completion
-from primerl.node.verification.auditor import MEASURES, AuditItem, Measured, Unreadable, audit_terms
+from primerl.node.verification.auditor import AuditItem, Measured, Unreadable, audit_terms
 from primerl.node.verification.bounds import proof_contract, read_calibration
 from primerl.node.verification.calibration import (
     CalibrationReport,
@@ -29,6 +29,7 @@ from primerl.node.verification.calibration import (
 from primerl.node.verification.replay import Replay
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, encode
+from primerl.protocol.rollouts import MEASURES
 
 Answer = Measured | Unreadable
 TOKENS = 24
@@ -96,7 +97,7 @@ class HereAuditor:
 
 def blind(found: list[Answer]) -> list[Answer]:
     """Nothing is measured, whatever there was to see."""
-    return [Measured(64, 0, 0, 0, 0, 0, 0) for _ in found]
+    return [Measured(0, 0, 64, 0, 0, 0, 0, 0, 0) for _ in found]
 
 
 def lost(found: list[Answer]) -> list[Answer]:

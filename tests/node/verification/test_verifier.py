@@ -79,7 +79,7 @@ class FailingAudits:
 
     calls = 0
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         self.calls += 1
         raise EngineError("the auditor is ill")
 
@@ -532,7 +532,7 @@ async def test_of_leased_prompts_the_lease_alone_says_what_was_asked() -> None:
 # -- readings of texts in float32 --------------------------------------------------------------------
 
 
-NOISE = Measured(64, 0.01, 0.0, 0.0, 0.02, 0.1, 0.0)
+NOISE = Measured(0, 0, 64, 0.01, 0.0, 0.0, 0.02, 0.1, 0.0)
 
 
 class SameNoise:
@@ -541,7 +541,7 @@ class SameNoise:
     def __init__(self, found: Measured) -> None:
         self._found = found
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         return AuditAnswer([[self._found for _ in target.items] for target in call.chosen])
 
 
