@@ -1092,8 +1092,8 @@ FAULTS = (
     Fault(
         "fault found in an audit does not extend it to the whole submission",
         "node/verification/verifier.py",
-        "places = {one.place for one in drawn}",
-        "places = {one.place for one in passed}",
+        "places = {scored.place for scored in drawn}",
+        "places = {scored.place for scored in passed}",
         ("test_where_an_audit_fails_what_was_not_picked_is_not_accepted_either",),
     ),
     Fault(
@@ -1107,23 +1107,23 @@ FAULTS = (
         "bundles are unpacked in the event loop",
         "node/verification/verifier.py",
         """checked = await asyncio.to_thread(
-            check_submission, submission, lease, self._run, version, plan
+            check_submission, work.submission, work.lease, self._run, work.version, work.plan
         )""",
-        "checked = check_submission(submission, lease, self._run, version, plan)",
+        "checked = check_submission(work.submission, work.lease, self._run, work.version, work.plan)",
         ("test_the_loop_goes_on_while_a_bundle_is_unpacked",),
     ),
     Fault(
         "a bundle that is refused lets a copy past its source",
-        "node/verification/verifier.py",
-        "if earlier is None or earlier.done():",
-        "if not done.done():",
+        "node/verification/verdict.py",
+        "if self._earlier is None or self._earlier.done():",
+        "if not self.over.done():",
         ("test_a_bundle_that_is_refused_at_once_opens_no_way_past_the_one_before",),
     ),
     Fault(
         "a policy that is dropped while copies are looked for is missing at the audit",
         "node/verification/verifier.py",
-        "await self._audit(passed, states, work, rate)",
-        "await self._audit(passed, self._claimed_states(passed), work, rate)",
+        "arrival, lease, held = work.arrival, work.lease, work.states",
+        "arrival, lease, held = work.arrival, work.lease, self._claimed_states(passed)",
         ("test_what_is_held_when_copies_are_looked_for_is_audited_with_that",),
     ),
     Fault(
@@ -1240,6 +1240,62 @@ FAULTS = (
         "for peer, snapshot in (reputations or {}).items():",
         "for peer, snapshot in dict[bytes, bytes]().items():",
         ("test_a_verdict_is_kept_together_with_the_reputations_that_it_changed_or_not_at_all",),
+    ),
+    Fault(
+        "an audit that pays to wait waits for nothing",
+        "node/verification/local_audits.py",
+        "if len(self._calls) >= ENOUGH_AUDITS or tokens >= BATCH_TOKENS or self._closed:",
+        "if True:",
+        ("test_after_versions_were_loaded_an_audit_waits_until_there_are_enough",),
+    ),
+    Fault(
+        "audits that had a fault together are made together again",
+        "node/verification/local_audits.py",
+        "call.is_alone = True",
+        "pass",
+        ("test_a_text_that_ends_audits_harms_none_but_its_own",),
+    ),
+    Fault(
+        "audits of different weights by one number are made together",
+        "node/verification/local_audits.py",
+        "if call is first or call.is_alone or not _agree(states, call.states):",
+        "if call is first or call.is_alone:",
+        ("test_audits_that_mean_different_weights_by_a_version_are_kept_apart",),
+    ),
+    Fault(
+        "rollouts of pipelines are audited by vLLM",
+        "node/verification/local_audits.py",
+        "staged = [self._both and bool(item.boundaries) for item in items]",
+        "staged = [False for item in items]",
+        ("test_what_left_a_pipeline_is_measured_by_the_other_auditor",),
+    ),
+    Fault(
+        "items that end the process hold up the auditor for as many restarts",
+        "node/verification/local_audits.py",
+        "if len(faults) == MOST_DEADLY:",
+        "if False:",
+        ("test_many_deadly_items_do_not_hold_up_the_auditor_for_long",),
+    ),
+    Fault(
+        "a verdict is given again without what it rejected",
+        "node/verification/verifier.py",
+        "reject_as_before(work, before)",
+        "pass",
+        ("test_what_a_verdict_from_before_a_restart_rejected_stays_rejected_and_no_more",),
+    ),
+    Fault(
+        "a report may state measures beyond all bounds",
+        "protocol/audits.py",
+        "if not all(-MAX_MEASURE <= value <= MAX_MEASURE for value in numbers):  # nor is it NaN",
+        "if any(value != value for value in numbers):",
+        ("test_a_report_has_one_row_of_numbers_for_each_rollout",),
+    ),
+    Fault(
+        "the version that is published on the way takes away one that is audited",
+        "protocol/audits.py",
+        "return audited_versions(max_off_policy_steps) + 1",
+        "return audited_versions(max_off_policy_steps)",
+        ("test_what_may_be_trained_can_be_audited_even_if_a_version_is_published_on_the_way",),
     ),
     # -- validators
     Fault(

@@ -32,7 +32,8 @@ from ..environments.leased_prompts import LeasedPrompts
 from ..errors import EngineError, EngineLost
 from ..inference.engine import Completion, EngineStats, GenerateRequest
 from ..training.buffer import RolloutBuffer
-from ..verification.verifier import Verified, Verifier
+from ..verification.verdict import Verified
+from ..verification.verifier import Verifier
 from ..weights.state import Changed, State
 from .lease_book import LeaseBook, TaskQueue
 from .scheduler import PREPARED_TASKS, LeaseDemand, LeaseScheduler, TaskSupply

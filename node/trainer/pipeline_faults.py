@@ -23,7 +23,7 @@ from ...protocol.reputation import (
     outcome_of,
 )
 from ..verification.judge import StageAttribution
-from ..verification.verifier import AuditResults, Verified
+from ..verification.verdict import AuditResults, Verified
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from ..storage.ledger import QueuedSubmission
 from ..training.buffer import RolloutBuffer, RolloutGroup
 from ..training.curriculum import Curriculum
 from ..verification.self_calibration import AuditConditions
-from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
+from ..verification.verdict import ReceivedSubmission, Verified, refuse_all
+from ..verification.verifier import Verifier
 from .bounds_book import MeasuredRows
 from .kept_rollouts import NOT_ADMITTED, RolloutKeeper
 from .lease_book import LeaseOutcome

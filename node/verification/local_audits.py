@@ -56,7 +56,7 @@ PORTION_TIME_SHARE = 4
 class LocalAudits:
     """An AuditService with this node's auditor, and an Auditor that makes the waiting audits of it together.
 
-    After a fault each is made alone: texts of one worker must not harm those of another.
+    After a fault each is made alone: texts of call worker must not harm those of another.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LocalAudits:
     async def _gather(self) -> None:
         """Wait for more audits, as long as that pays."""
         while (left := self._pause_until - self._now()) > 0 and self._may_wait():
-            tokens = sum(one.tokens for one in self._calls)
+            tokens = sum(call.tokens for call in self._calls)
             if len(self._calls) >= ENOUGH_AUDITS or tokens >= BATCH_TOKENS or self._closed:
                 return
             self._arrived.clear()
@@ -142,8 +142,8 @@ class LocalAudits:
             batch = self._batch(first)
             if not await self._answer(batch) and len(batch) > 1:
                 logger.warning("%d audits together had a fault: each is made alone", len(batch))
-                for one in batch:
-                    one.is_alone = True
+                for call in batch:
+                    call.is_alone = True
                 await self._answer([first])
         finally:
             pause = min(PAUSE_PER_LOAD * (self._auditor.loading_s - loaded), MAX_PAUSE_S)
@@ -151,37 +151,39 @@ class LocalAudits:
 
     def _batch(self, first: "_Call") -> list["_Call"]:
         batch, states, tokens = [first], dict(first.states), first.tokens
-        for one in () if first.is_alone else self._calls:
-            if one is first or one.is_alone or not _agree(states, one.states):
+        for call in () if first.is_alone else self._calls:
+            if call is first or call.is_alone or not _agree(states, call.states):
                 continue
-            tokens += one.tokens
+            tokens += call.tokens
             if tokens > BATCH_TOKENS:
                 break
-            batch.append(one)
-            states |= one.states
+            batch.append(call)
+            states |= call.states
         return batch
 
     async def _answer(self, batch: Sequence["_Call"]) -> bool:
         """Audit a batch; return whether it had no fault. One of a single call is answered in any case."""
-        items = [item for one in batch for item in one.items]
-        states = {version: state for one in batch for version, state in one.states.items()}
-        found: list[Measured | Unreadable] | EngineError
+        items = [item for call in batch for item in call.items]
+        states = {version: state for call in batch for version, state in call.states.items()}
+        answers: list[Measured | Unreadable] | EngineError
         try:
             with self._clock.phase("audit"):
-                found = await self._auditor.audit(items, states)
+                answers = await self._auditor.audit(items, states)
         except EngineError as error:
-            found = error
-        fault = isinstance(found, EngineError) or any(
-            isinstance(one, Unreadable) and not one.proof for one in found
+            answers = error
+        fault = isinstance(answers, EngineError) or any(
+            isinstance(answer, Unreadable) and not answer.proof for answer in answers
         )
         if fault and len(batch) > 1:
             return False
-        measured = iter(() if isinstance(found, EngineError) else found)
-        for one in batch:
-            one.answer = (
-                found if isinstance(found, EngineError) else [next(measured) for _ in one.items]
+        measured = iter(() if isinstance(answers, EngineError) else answers)
+        for call in batch:
+            call.answer = (
+                answers
+                if isinstance(answers, EngineError)
+                else [next(measured) for _ in call.items]
             )
-        self._calls = [one for one in self._calls if one.answer is None]
+        self._calls = [call for call in self._calls if call.answer is None]
         return not fault
 
 
@@ -234,11 +236,13 @@ class RoutedAuditor:
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
         staged = [self._both and bool(item.boundaries) for item in items]
-        whole = [not one for one in staged]
+        whole = [not is_staged for is_staged in staged]
         parts = [(self._whole, list(compress(items, whole)))]
         parts.append((self._staged, list(compress(items, staged))))
-        found = [iter(await auditor.audit(part, states) if part else []) for auditor, part in parts]
-        return [next(found[one]) for one in staged]
+        answers = [
+            iter(await auditor.audit(part, states) if part else []) for auditor, part in parts
+        ]
+        return [next(answers[is_staged]) for is_staged in staged]
 
     async def close(self) -> None:
         """See Auditor."""

@@ -31,7 +31,8 @@ from primerl.node.process.threads import share_python
 from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.checks import CheckedRollout, Rejected, check_submission
 from primerl.node.verification.duplicates import MAX_WINDOWS, CopyDetector
-from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier
+from primerl.node.verification.verdict import ReceivedSubmission, Verified
+from primerl.node.verification.verifier import Verifier
 from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.rollouts import BranchRecord, GroupRecord, RolloutRecord, Submission

@@ -16,7 +16,7 @@ from primerl.node.trainer.bounds_book import BoundsBook
 from primerl.node.verification.bounds import PROVISIONAL
 from primerl.node.verification.judge import judge
 from primerl.node.verification.self_calibration import ENOUGH, RENEW, SelfCalibration
-from primerl.node.verification.verifier import (
+from primerl.node.verification.verdict import (
     AuditResults,
     ReceivedSubmission,
     Verified,

@@ -26,7 +26,7 @@ from primerl.node.trainer.leased_replies import (
     PromptSupply,
     accepted_replies,
 )
-from primerl.node.verification.verifier import (
+from primerl.node.verification.verdict import (
     AuditResults,
     ReceivedSubmission,
     Verified,

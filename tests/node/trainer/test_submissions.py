@@ -29,7 +29,7 @@ from primerl.node.training.buffer import RolloutBuffer
 from primerl.node.training.curriculum import Curriculum
 from primerl.node.verification.judge import StageAttribution
 from primerl.node.verification.self_calibration import AuditConditions
-from primerl.node.verification.verifier import (
+from primerl.node.verification.verdict import (
     AuditResults,
     ReceivedSubmission,
     Verified,
