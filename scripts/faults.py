@@ -1084,7 +1084,7 @@ FAULTS = (
     ),
     Fault(
         "measurement that is not a number passes an audit",
-        "node/verification/judge.py",
+        "node/verification/judgement.py",
         "if not getattr(evidence, name) <= getattr(bounds, name):",
         "if getattr(evidence, name) > getattr(bounds, name):",
         ("test_a_measurement_that_is_no_number_is_above_every_bound",),

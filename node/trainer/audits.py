@@ -64,7 +64,7 @@ from ..verification.auditor import (
     plain_turns,
 )
 from ..verification.bounds import PROVISIONAL
-from ..verification.judge import blame, first_above, judge
+from ..verification.judgement import blame, first_above, judge
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ...protocol.reputation import (
     Room,
     outcome_of,
 )
-from ..verification.judge import StageAttribution
+from ..verification.judgement import StageAttribution
 from ..verification.verdict import AuditResults, Verified
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from ..config.engine import Quantization
 from ..config.run import RunConfig
 from ..errors import BAD_FILE, UsageError
 from ..inference.numerics import engine_class
-from .judge import judge
+from .judgement import judge
 
 Values = NDArray[np.float64]
 

@@ -28,7 +28,7 @@ from ..ops.control import BoundsRow
 from . import envelope
 from .class_bounds import ENOUGH, Reference, make_bounds, provisional
 from .envelope import envelope_bounds
-from .judge import first_above
+from .judgement import first_above
 
 logger = getLogger(__name__)
 

@@ -33,7 +33,7 @@ from ..training.buffer import RolloutGroup
 from ..weights.state import State
 from .checks import CheckedRollout
 from .class_bounds import Reference
-from .judge import Judgement, StageAttribution
+from .judgement import Judgement, StageAttribution
 from .self_calibration import AuditConditions
 
 

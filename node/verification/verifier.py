@@ -49,7 +49,7 @@ from .checks import CheckedRollout, Rejected, check_submission, sampled_runs
 from .class_bounds import ENOUGH, Reference
 from .duplicates import CopyDetector
 from .envelope import NoiseEnvelope
-from .judge import REASONS, blame, first_above, judge, name_stages
+from .judgement import REASONS, blame, first_above, judge, name_stages
 from .self_calibration import AuditConditions, SelfCalibration
 from .verdict import (
     PendingVerdict,

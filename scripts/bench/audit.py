@@ -44,7 +44,7 @@ from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, SampledSpan
 from primerl.node.verification.bounds import proof_contract
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.replay import BATCH_TOKENS
+from primerl.node.verification.prefill_audit import BATCH_TOKENS
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import (

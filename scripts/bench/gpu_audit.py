@@ -60,7 +60,7 @@ from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evid
 from primerl.node.verification.bounds import SUSPECT, proof_contract
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.judge import judge
+from primerl.node.verification.judgement import judge
 from primerl.node.verification.self_calibration import Reference, make_bounds
 from primerl.node.verification.vllm_auditor import LEAST_SHARE, VllmAuditor
 from primerl.node.weights.adapters import changes

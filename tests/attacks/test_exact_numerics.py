@@ -37,7 +37,7 @@ from primerl.node.models.routes import pack_routes, unpack_routes
 from primerl.node.verification.auditor import AuditItem, evidence
 from primerl.node.verification.bounds import proof_contract
 from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.judge import Judgement, judge
+from primerl.node.verification.judgement import Judgement, judge
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State

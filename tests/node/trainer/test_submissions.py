@@ -27,7 +27,7 @@ from primerl.node.trainer.state import Progress
 from primerl.node.trainer.submissions import CONCURRENT_CHECKS, UNJUDGED, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
 from primerl.node.training.curriculum import Curriculum
-from primerl.node.verification.judge import StageAttribution
+from primerl.node.verification.judgement import StageAttribution
 from primerl.node.verification.self_calibration import AuditConditions
 from primerl.node.verification.verdict import (
     AuditResults,

@@ -35,7 +35,7 @@ from primerl.node.verification.cheats import (
     nudged,
     separate,
 )
-from primerl.node.verification.judge import judge
+from primerl.node.verification.judgement import judge
 from primerl.node.weights.state import Tensor
 from primerl.protocol.rollouts import MEASURES, Evidence
 

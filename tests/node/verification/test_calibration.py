@@ -26,7 +26,7 @@ from primerl.node.verification.calibration import (
     entropy_share,
     trial_run,
 )
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest, encode
 from primerl.protocol.rollouts import MEASURES
@@ -82,7 +82,7 @@ class HereAuditor:
         self.items: list[AuditItem] = []
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        self._replay = Replay(audit_terms(model_dir, run, "cpu"))
+        self._prefill = PrefillAudit(audit_terms(model_dir, run, "cpu"))
 
     async def audit(
         self,
@@ -90,7 +90,7 @@ class HereAuditor:
         states: Mapping[int, State],
     ) -> list[Answer]:
         self.items += items
-        return self._bend(self._replay.measure(items, states))
+        return self._bend(self._prefill.measure(items, states))
 
     async def close(self) -> None: ...
 

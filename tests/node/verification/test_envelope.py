@@ -25,7 +25,7 @@ from primerl.node.verification.envelope import (
     mean_bounds,
 )
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.judge import first_above
+from primerl.node.verification.judgement import first_above
 from primerl.node.verification.reader import has_room
 from primerl.protocol.reputation import WINDOW
 from primerl.protocol.rollouts import MEASURES, Evidence

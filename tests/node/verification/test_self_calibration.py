@@ -14,7 +14,7 @@ from primerl.node.config.run import RunConfig
 from primerl.node.verification.bounds import PROVISIONAL, proof_contract
 from primerl.node.verification.class_bounds import ENOUGH, Reference, provisional
 from primerl.node.verification.envelope import FIRST
-from primerl.node.verification.judge import judge
+from primerl.node.verification.judgement import judge
 from primerl.node.verification.self_calibration import (
     ADVICE,
     KEPT,

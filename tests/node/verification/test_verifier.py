@@ -38,7 +38,7 @@ from primerl.node.environments.environment import (
 )
 from primerl.node.environments.leased_prompts import LeasedPrompts
 from primerl.node.errors import EngineError
-from primerl.node.verification import checks, duplicates, judge
+from primerl.node.verification import checks, duplicates, judgement
 from primerl.node.verification import verifier as verifier_module
 from primerl.node.verification.auditor import (
     AuditAnswer,
@@ -655,7 +655,7 @@ async def test_a_text_that_no_seed_decided_is_not_read() -> None:
 
 
 async def test_the_list_of_checks_names_every_reason_of_their_code() -> None:
-    sources = (checks, duplicates, judge, verifier_module)
+    sources = (checks, duplicates, judgement, verifier_module)
     code = "".join(map(inspect.getsource, sources))
     named = {Reason[name] for name in re.findall(r"Reason\.([A-Z_]+)", code)}
     listed = {reason for check in verifier(Scripted(), {}).checks() for reason in check.reasons}
