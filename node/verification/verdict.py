@@ -202,7 +202,9 @@ def make_verdict(
         rejected=len(rejections),
         challenge=arrival.challenge,
         rate=rate,
-        evidence=tuple(structs.replace(one, means=()) for one in audited.evidence[:MAX_EVIDENCE]),
+        evidence=tuple(
+            structs.replace(evidence, means=()) for evidence in audited.evidence[:MAX_EVIDENCE]
+        ),
         validator=audited.validator,
         pipeline=msgspec.UNSET if plan is None else _stages_verdict(plan, audited.blames),
         bounds=msgspec.UNSET if bounds is None else bounds,
@@ -210,25 +212,25 @@ def make_verdict(
 
 
 def _stages_verdict(plan: PipelinePlan, blames: Sequence[StageAttribution]) -> PipelineVerdict:
-    told = (
-        Blamed(one.group, one.rollout, one.distances, one.stages)
-        for one in blames
-        if one.outcome != "clean"
+    blamed = (
+        Blamed(blame.group, blame.rollout, blame.distances, blame.stages)
+        for blame in blames
+        if blame.outcome != "clean"
     )
     nodes = tuple(stage.node for stage in plan.stages)
-    return PipelineVerdict(plan.group, plan.generation, nodes, tuple(islice(told, MAX_BLAMED)))
+    return PipelineVerdict(plan.group, plan.generation, nodes, tuple(islice(blamed, MAX_BLAMED)))
 
 
 def reject_as_before(work: PendingVerdict, before: Verdict) -> None:
     """Reject the rollouts that a verdict rejected; all of them if its list is incomplete."""
-    listed = {(one.group, one.rollout): one for one in before.rejections}
+    listed = {(rejection.group, rejection.rollout): rejection for rejection in before.rejections}
     complete = before.rejected <= len(before.rejections)
-    for one in work.passed:
-        if one.place in listed:
-            work.rejections.append(listed[one.place])
+    for scored in work.passed:
+        if scored.place in listed:
+            work.rejections.append(listed[scored.place])
         elif not complete:
             reason = before.rejections[-1].reason
-            work.reject(one.rollout, reason, "a restart lost the list of the other rejections")
+            work.reject(scored.rollout, reason, "a restart lost the list of the other rejections")
 
 
 def claimed_versions(rollout: CheckedRollout) -> set[int]:

@@ -185,12 +185,12 @@ class Verifier:
         self._comparisons = VersionComparisons()
         self._varies: dict[int, str] = {}
         """Environment number -> evidence that it is not deterministic, although it was declared so."""
-        for one in run.environments:
-            if one.rewards == "claimed":
+        for environment in run.environments:
+            if environment.rewards == "claimed":
                 logger.warning(
                     "environment %s: tool results and rewards are believed as workers claim them, as its tools "
                     "are not deterministic",
-                    one.name,
+                    environment.name,
                 )
         self._earlier: asyncio.Future[None] | None = None
         """Done when all submissions before were checked for copies."""
@@ -204,7 +204,11 @@ class Verifier:
     def judge_fault(self) -> str:
         """Judges that do not answer, so that rewards wait; empty if all answer."""
         return "; ".join(
-            dict.fromkeys(one.judge_fault for one in self._environments if one.judge_fault)
+            dict.fromkeys(
+                environment.judge_fault
+                for environment in self._environments
+                if environment.judge_fault
+            )
         )
 
     async def verify(
@@ -272,7 +276,7 @@ class Verifier:
         try:
             environment_of(self._run, lease)
             made = self._environment(lease).task
-            tasks = [await made(one.index) for one in lease.tasks]
+            tasks = [await made(reference.index) for reference in lease.tasks]
             digests = {task.index: task.digest for task in tasks}
             check_assignment(lease, digests.__getitem__)
         except (RemoteProtocolError, EnvironmentFailed) as error:
@@ -429,7 +433,7 @@ class Verifier:
         environment is not deterministic.
         """
         number = lease.environment
-        several = any(len(sampled_runs(one.sampled)) > 1 for one in rollout.branches)
+        several = any(len(sampled_runs(branch.sampled)) > 1 for branch in rollout.branches)
         if fault.reason is not Reason.BAD_PROMPT or not several:
             return
         for _ in range(0 if number in self._varies else SCORED_AGAIN):
@@ -493,14 +497,14 @@ class Verifier:
         except EngineError as error:
             # A rollout that was chosen for an audit is not trained on without one; its worker is not blamed.
             logger.error("no audit is possible: %s", error)
-            for one in passed:
-                work.reject(one.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
+            for scored in passed:
+                work.reject(scored.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
             return
         work.audited.validator = answer.validator
         if self._readings is not None and work.conditions.reads:
             await self._read(self._readings, call, answer.measured, work)
-        for one, measured in zip(passed, answer.measured, strict=True):
-            self._judge(one.rollout, measured, work)
+        for scored, measured in zip(passed, answer.measured, strict=True):
+            self._judge(scored.rollout, measured, work)
 
     async def _read(
         self,
@@ -517,11 +521,11 @@ class Verifier:
         calibration, reject = readings.calibration, work.conditions.contract.reject
         sound: list[AuditTarget] = []
         for target, found in zip(call.chosen, measured, strict=True):
-            numbers = [one for one in found if isinstance(one, Measured)]
+            numbers = [branch for branch in found if isinstance(branch, Measured)]
             whole = len(numbers) == len(found)
             if whole and not first_above(evidence(target.rollout, numbers), reject):
                 sound.append(target)
-        newest = max((max(claimed_versions(one.rollout)) for one in sound), default=0)
+        newest = max((max(claimed_versions(target.rollout)) for target in sound), default=0)
         chosen = sound[: calibration.readings_due(len(sound), newest)]
         if chosen:
             await self._read_these(chosen, readings, call, work)
@@ -549,7 +553,7 @@ class Verifier:
         found: list[Reference] = []
         for target in chosen:
             measured = [next(answers) for _ in target.items]
-            numbers = [one for one in measured if isinstance(one, Measured)]
+            numbers = [branch for branch in measured if isinstance(branch, Measured)]
             if len(numbers) == len(measured):
                 seen, version = (
                     evidence(target.rollout, numbers),
@@ -566,17 +570,17 @@ class Verifier:
         """Make the audit call for some of those that passed."""
         arrival, lease, held = work.arrival, work.lease, work.states
         sampling = environment_of(self._run, lease).sampling
-        claimed = {version for one in passed for version in claimed_versions(one.rollout)}
+        claimed = {version for scored in passed for version in claimed_versions(scored.rollout)}
         before = [v for v in sorted(claimed) if v - 1 in held]
         # with exact numerics other weights show in the distance alone
         compares = before and self._run.proofs.numerics != "exact" and self._comparisons.due()
         others = {v: [v - 1] for v in before} if compares else {}
         wanted = claimed.union(*others.values())
         chosen: list[AuditTarget] = []
-        for one in passed:
-            turns = plain_turns(one.rollout.branches) or one.score.turns
+        for scored in passed:
+            turns = plain_turns(scored.rollout.branches) or scored.score.turns
             items = audit_items(
-                one.rollout,
+                scored.rollout,
                 turns,
                 lease=lease,
                 run=self._run_id,
@@ -585,7 +589,7 @@ class Verifier:
                 plan=work.plan,
                 others=others,
             )
-            chosen.append(AuditTarget(one.rollout, items))
+            chosen.append(AuditTarget(scored.rollout, items))
         return AuditCall(
             sealed=arrival.sealed,
             digest=arrival.digest,
@@ -605,10 +609,10 @@ class Verifier:
         measured: Sequence[Measured | Unreadable],
         work: PendingVerdict,
     ) -> None:
-        numbers = [one for one in measured if isinstance(one, Measured)]
-        unreadable = [one for one in measured if isinstance(one, Unreadable)]
+        numbers = [branch for branch in measured if isinstance(branch, Measured)]
+        unreadable = [branch for branch in measured if isinstance(branch, Unreadable)]
         if unreadable:
-            worst = max(unreadable, key=lambda one: one.proof)
+            worst = max(unreadable, key=lambda branch: branch.proof)
             work.reject(
                 rollout, Reason.BAD_PROOF if worst.proof else Reason.AUDIT_FAILED, worst.detail
             )
@@ -635,7 +639,7 @@ class Verifier:
 
     def _claimed_states(self, passed: Sequence[RescoredRollout]) -> dict[int, State]:
         """Return the states of all claimed versions and, if held, of the versions before them."""
-        claimed = {version for one in passed for version in claimed_versions(one.rollout)}
+        claimed = {version for scored in passed for version in claimed_versions(scored.rollout)}
         before = {version - 1 for version in claimed} & self._states.keys()
         return {version: self._states[version] for version in sorted(claimed | before)}
 
@@ -647,10 +651,10 @@ class Verifier:
         groups: list[RolloutGroup] = []
         name = environment_of(self._run, lease).name
         for number, task in enumerate(lease.tasks):
-            members = [one for one in passed if one.rollout.group == number]
+            members = [scored for scored in passed if scored.rollout.group == number]
             if len(members) < 2:
                 continue
-            branches = [b for one in members for b in one.rollout.branches]
+            branches = [b for scored in members for b in scored.rollout.branches]
             groups.append(
                 RolloutGroup(
                     task=task.digest,
@@ -667,15 +671,15 @@ class Verifier:
                                     b.routes,
                                     b.support,
                                 )
-                                for b in one.rollout.branches
+                                for b in scored.rollout.branches
                             ],
-                            one.score.reward,
+                            scored.score.reward,
                             [
                                 AgentShare(part.agent, part.reward, part.branches)
-                                for part in one.score.agents
+                                for part in scored.score.agents
                             ],
                         )
-                        for one in members
+                        for scored in members
                     ],
                     policy_oldest=min(branch.policy_first for branch in branches),
                     node=node,
@@ -693,9 +697,9 @@ def _task(lease: Lease, rollout: CheckedRollout) -> Task:
 def _portions(passed: Sequence[RescoredRollout]) -> Iterator[list[RescoredRollout]]:
     """Divide rollouts, in order, into portions of about PORTION_TOKENS, of one rollout at least."""
     portion, tokens = list[RescoredRollout](), 0
-    for one in passed:
-        portion.append(one)
-        tokens += sum(len(branch.token_ids) for branch in one.rollout.branches)
+    for scored in passed:
+        portion.append(scored)
+        tokens += sum(len(branch.token_ids) for branch in scored.rollout.branches)
         if tokens >= PORTION_TOKENS:
             yield portion
             portion, tokens = [], 0
@@ -703,5 +707,5 @@ def _portions(passed: Sequence[RescoredRollout]) -> Iterator[list[RescoredRollou
         yield portion
 
 
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > REWARD_TOLERANCE
+def _differ(reward: float, other: float) -> bool:
+    return abs(reward - other) > REWARD_TOLERANCE
