@@ -24,11 +24,11 @@ from msgspec import structs
 from ...protocol.manifests import ProofContract, RunManifest, Thresholds
 from ...protocol.numerics import ENVELOPE, ClassBounds, MeanBounds
 from ...protocol.reputation import WINDOW
-from ...protocol.rollouts import Evidence
+from ...protocol.rollouts import MEASURES, Evidence
 from ..inference.fingerprint import TOKEN_BYTES
 from ..models.support import cut_support
 from ..weights.state import State
-from .auditor import MEASURES, AuditItem, Auditor, Measured, Reading, SampledSpan, Unreadable
+from .auditor import AuditItem, Auditor, Measured, Reading, SampledSpan, Unreadable
 from .bounds import FEWEST, PROVISIONAL, Bands, bands
 from .class_bounds import Reference, bounds_made_of, widening
 

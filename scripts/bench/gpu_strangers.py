@@ -62,10 +62,10 @@ from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.errors import NodeError, UsageError, first_cause, named_line
 from primerl.node.inference.build import ALONE
 from primerl.node.inference.engine import Engine, GenerateRequest
+from primerl.node.inference.engine_replica import PROGRAM, EngineTimeouts
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.numerics import numerics_of
-from primerl.node.inference.replica import PROGRAM, EngineTimeouts
 from primerl.node.inference.vllm_arguments import head_size, is_installed, kv_heads, read_shape
 from primerl.node.models import huggingface
 from primerl.node.models.model_files import layer_count
@@ -81,7 +81,7 @@ from primerl.node.verification.bounds import FEWEST, SUSPECT, proof_contract
 from primerl.node.verification.class_bounds import ENOUGH, Reference
 from primerl.node.verification.envelope import NoiseEnvelope, envelope_bounds
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.judge import first_above, judge
+from primerl.node.verification.judgement import first_above, judge
 from primerl.node.verification.vllm_auditor import LEAST_SHARE, VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State

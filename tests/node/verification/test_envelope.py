@@ -12,7 +12,7 @@ from support.noise_cases import honest_4b
 from support.protocol_cases import PROOFS
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.verification.auditor import MEASURES, Measured, Reading, Unreadable
+from primerl.node.verification.auditor import Measured, Reading, Unreadable
 from primerl.node.verification.bounds import PROVISIONAL
 from primerl.node.verification.class_bounds import Reference
 from primerl.node.verification.envelope import (
@@ -25,10 +25,10 @@ from primerl.node.verification.envelope import (
     mean_bounds,
 )
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.judge import first_above
+from primerl.node.verification.judgement import first_above
 from primerl.node.verification.reader import has_room
 from primerl.protocol.reputation import WINDOW
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import MEASURES, Evidence
 
 CPU = EngineConfig(type="hf", device="cpu", dtype="bfloat16")
 
