@@ -29,7 +29,7 @@ from primerl.node.models import huggingface
 from primerl.node.models.routers import route_shape
 from primerl.node.models.routes import pack_routes, unpack_routes
 from primerl.node.verification.auditor import AuditItem, AuditTerms, Measured
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RouteShape
 from primerl.scripts.bench.replies import (
@@ -110,7 +110,7 @@ def audited(
 ) -> dict[str, Any]:
     """Return an auditor's measures of honest and of forged routes."""
     terms = AuditTerms(str(directory), options.dtype, options.device, routes=shape)
-    auditor = Replay(terms)
+    auditor = PrefillAudit(terms)
     auditor.prepare(threads=options.threads)
     rng = np.random.default_rng(options.seed)
 

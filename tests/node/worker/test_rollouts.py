@@ -14,13 +14,13 @@ from support.lease_cases import granted, policy
 from support.protocol_cases import MANIFEST
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.config.engine import ConcurrencyConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Task
 from primerl.node.environments.stop_strings import FIRST_PART, StopStrings
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.concurrency import Concurrency, Decision
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.models.support import join_support, pack_support, support_fault
+from primerl.node.trainer.lease_book import LeaseBook
 from primerl.node.verification.checks import check_submission
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker import rollouts
@@ -32,7 +32,7 @@ from primerl.node.worker.rollouts import (
     rollout_record,
 )
 from primerl.protocol.errors import Reason
-from primerl.protocol.leases import Lease, LeaseBook, sample_seed
+from primerl.protocol.leases import Lease, sample_seed
 from primerl.protocol.manifests import SamplingContract
 from primerl.protocol.rollouts import Submission
 
@@ -95,7 +95,7 @@ def generation(
     run: Any = RUN,
 ) -> Generation:
     counted: Counter[int] = Counter() if ended is None else ended
-    cap = concurrency(ConcurrencyConfig(), max_batch=64, max_model_len=8)
+    cap = concurrency(max_batch=64, max_model_len=8)
     admission = AdmissionControl(engine, cap)
     generator = RolloutGenerator(
         run_id=RUN_ID,
