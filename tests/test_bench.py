@@ -52,7 +52,7 @@ def test_a_benchmark_finds_the_helpers_of_the_tests_by_itself() -> None:
     """pytest has them in its path, and hid that `worker.py --quick` ended in a ModuleNotFoundError."""
     for path in BENCH.glob("*.py"):
         text = path.read_text()
-        if re.search(r"^\s*(from|import) support\b", text, re.MULTILINE):
+        if re.search(r"^\s*(from|import) (support|primerl\.tests)\b", text, re.MULTILINE):
             assert re.search(r'sys\.path\.insert\(0, str\(Path\(__file__\).*"tests"\)', text), path
         assert not re.search(r"^from primerl\.tests\.support", text, re.MULTILINE), path
 

@@ -27,6 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(
+    0, str(Path(__file__).parents[2] / "tests")
+)  # helpers import each other as `support`
+
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Engine

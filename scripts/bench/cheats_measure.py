@@ -4,6 +4,7 @@ The measurements of a setting can be written to disk: tables can be made of them
 """
 
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+sys.path.insert(
+    0, str(Path(__file__).parents[2] / "tests")
+)  # helpers import each other as `support`
 
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.hf import ComputeThread
