@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from support.exchange_world import KIB, Bare, World, payload
 from support.exchange_world import references as refs
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.crypto.hashing import digest
@@ -58,6 +59,7 @@ def say(held: bytes) -> Answer:
     ],
     ids=["too short", "too long", "a chunk beyond the last", "flood"],
 )
+@on_virtual_time
 async def test_impossible_news_of_chunks_cost_their_sender(answer: Answer, reason: Reason) -> None:
     chunks = payload(COUNT, SIZE)
 
@@ -77,6 +79,7 @@ async def test_impossible_news_of_chunks_cost_their_sender(answer: Answer, reaso
 
 
 @pytest.mark.parametrize("lie", ["index", "size", "bytes"])
+@on_virtual_time
 async def test_an_origin_that_gives_what_was_not_asked_for_is_blamed_and_asked_again(
     lie: str,
 ) -> None:
@@ -102,6 +105,7 @@ async def test_an_origin_that_gives_what_was_not_asked_for_is_blamed_and_asked_a
         assert worker.peers.get(origin.id).blamed == {Reason.WRONG_DIGEST: 1}
 
 
+@on_virtual_time
 async def test_a_request_for_something_unknown_is_refused_without_blame() -> None:
     async with World() as world:
         origin, asker = world.add("origin"), world.add("w0")
@@ -115,6 +119,7 @@ async def test_a_request_for_something_unknown_is_refused_without_blame() -> Non
         assert not origin.peers.get(asker.id).blamed
 
 
+@on_virtual_time
 async def test_a_chunk_cannot_be_watched_twice() -> None:
     async with World() as world:
         origin, asker = world.add("origin"), world.add("w0")
@@ -124,6 +129,7 @@ async def test_a_chunk_cannot_be_watched_twice() -> None:
         assert refusal.value.reason == Reason.MALFORMED
 
 
+@on_virtual_time
 async def test_watches_are_few_and_end_with_their_watcher() -> None:
     async with World() as world:
         origin, asker = world.add("origin"), world.add("w0")
@@ -148,6 +154,7 @@ async def test_watches_are_few_and_end_with_their_watcher() -> None:
         await until(lambda: not origin.arrivals.watched)
 
 
+@on_virtual_time
 async def test_a_peer_that_reads_nothing_cannot_keep_others_from_their_chunks() -> None:
     chunks = payload(4, 512 * KIB)
     async with World() as world:
@@ -166,6 +173,7 @@ async def test_a_peer_that_reads_nothing_cannot_keep_others_from_their_chunks() 
             await stream.abort()
 
 
+@on_virtual_time
 async def test_bytes_after_a_watch_end_it() -> None:
     async with World() as world:
         origin, asker = world.add("origin"), world.add("w0")
@@ -178,6 +186,7 @@ async def test_bytes_after_a_watch_end_it() -> None:
         await until(lambda: not origin.arrivals.watched)
 
 
+@on_virtual_time
 async def test_news_come_only_of_what_is_in_the_store() -> None:
     chunks = payload(2)
     async with World() as world:
@@ -193,6 +202,7 @@ async def test_news_come_only_of_what_is_in_the_store() -> None:
             await receive_reply(stream, HaveChunks)
 
 
+@on_virtual_time
 async def test_a_fault_after_a_chunk_was_announced_resets_the_stream() -> None:
     """A refusal there would be taken for the chunk's bytes."""
     chunks = payload(1, 512 * KIB)

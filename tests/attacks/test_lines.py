@@ -26,6 +26,7 @@ from support.lying_holders import (
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 from support.swarm import Swarm
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 from support.witness import Fakes
 
@@ -54,6 +55,7 @@ PLOYS: dict[str, Ploy] = {
 
 
 @pytest.mark.parametrize("name", PLOYS)
+@on_virtual_time
 async def test_whoever_lets_versions_wait_again_and_again_is_not_asked_for_the_next(
     name: str,
 ) -> None:
@@ -95,6 +97,7 @@ async def fetch(worker: Bare, version: int, line: list[Bare], origin: Bare) -> N
     assert worker.holds(refs(chunks))
 
 
+@on_virtual_time
 async def test_half_of_forty_neighbours_that_do_their_worst_cost_an_honest_swarm_no_chunk() -> None:
     chunks = payload(40, SIZE)
     async with World() as world:
@@ -118,6 +121,7 @@ async def test_half_of_forty_neighbours_that_do_their_worst_cost_an_honest_swarm
         assert sum(worker.fetcher.fetched[one.id] for one in honest) >= 20 * SIZE
 
 
+@on_virtual_time
 async def test_a_holder_whom_many_ask_at_once_is_honest_and_is_not_passed_over() -> None:
     """The control: its line is long, but it moves."""
     chunks = payload(6, SIZE)
@@ -138,6 +142,7 @@ async def test_a_holder_whom_many_ask_at_once_is_honest_and_is_not_passed_over()
         assert copies_sent(holder, refs(chunks)) > copies_sent(origin, refs(chunks))
 
 
+@on_virtual_time
 async def test_a_line_ends_after_a_time_and_to_be_in_it_is_no_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,6 +184,7 @@ class BeatingStream:
         """Nothing to reset."""
 
 
+@on_virtual_time
 async def test_over_tcp_too_a_line_ends_after_a_time_and_counts_as_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,6 +201,7 @@ async def test_over_tcp_too_a_line_ends_after_a_time_and_counts_as_busy(
     assert refusal.value.reason == Reason.BUSY
 
 
+@on_virtual_time
 async def test_over_tcp_no_line_at_others_keeps_us_from_the_trainer() -> None:
     """Before, the trainer and all others shared four slots."""
     data = payload(1, SIZE)[0]

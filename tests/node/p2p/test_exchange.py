@@ -10,6 +10,7 @@ from support.exchange_world import references as refs
 from support.lying_holders import claiming, late
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.node.errors import NetworkError, StorageError
@@ -34,6 +35,7 @@ async def all_fetch(
             tasks.create_task(worker.fetch(chunks, line, origin))
 
 
+@on_virtual_time
 async def test_a_lone_worker_fetches_everything_once() -> None:
     chunks = payload(40)
     async with World() as world:
@@ -47,7 +49,8 @@ async def test_a_lone_worker_fetches_everything_once() -> None:
         assert not +worker.fetcher.wasted
 
 
-@pytest.mark.parametrize(("workers", "count"), [(2, 30), (8, 60), (8, 3)])
+@pytest.mark.parametrize(("workers", "count"), [(2, 30), (8, 24), (8, 3)])
+@on_virtual_time
 async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int) -> None:
     chunks = payload(count, 32 * KIB)
     names = ["origin", *(f"w{number}" for number in range(workers))]
@@ -61,6 +64,7 @@ async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int)
         assert copies_sent(origin, refs(chunks)) <= 2.0
 
 
+@on_virtual_time
 async def test_two_workers_share_out_what_the_origin_sends_and_pass_it_to_each_other() -> None:
     chunks = payload(30, 32 * KIB)
     rates = {node_id(name): 40 * MBIT for name in ("origin", "w0", "w1")}
@@ -72,6 +76,7 @@ async def test_two_workers_share_out_what_the_origin_sends_and_pass_it_to_each_o
             assert bytes_of(one.fetcher.fetched, other) >= 0.2 * 30 * 32 * KIB
 
 
+@on_virtual_time
 async def test_a_late_joiner_fetches_from_neighbours_and_leaves_the_origin_alone() -> None:
     chunks = payload(30)
     async with World() as world:
@@ -84,6 +89,7 @@ async def test_a_late_joiner_fetches_from_neighbours_and_leaves_the_origin_alone
         assert sum(node.server.served[late.id] > 0 for node in nodes) >= 2
 
 
+@on_virtual_time
 async def test_a_worker_passes_on_what_it_has_while_it_still_fetches() -> None:
     chunks = payload(20, 32 * KIB)
     rates = {node_id("origin"): 1 * MBIT}
@@ -102,6 +108,7 @@ async def test_a_worker_passes_on_what_it_has_while_it_still_fetches() -> None:
         await asyncio.wait(fetching)
 
 
+@on_virtual_time
 async def test_what_is_in_the_store_is_not_fetched_again_after_a_kill(tmp_path: Path) -> None:
     chunks = payload(40, 32 * KIB)
     rates = {node_id("origin"): 4 * MBIT}
@@ -125,6 +132,7 @@ async def test_what_is_in_the_store_is_not_fetched_again_after_a_kill(tmp_path: 
         assert after.fetcher.fetched == {origin.id: (40 - kept) * 32 * KIB}
 
 
+@on_virtual_time
 async def test_a_slow_neighbour_does_not_slow_the_others() -> None:
     chunks = payload(24, 128 * KIB)
     rates = {node_id("slow"): 0.5 * MBIT}
@@ -141,6 +149,7 @@ async def test_a_slow_neighbour_does_not_slow_the_others() -> None:
 # -- what nobody has --------------------------------------------------------------------------------
 
 
+@on_virtual_time
 async def test_what_the_origin_keeps_no_longer_ends_the_fetch_at_once() -> None:
     chunks = payload(3)
     async with World() as world:
@@ -154,6 +163,7 @@ async def test_what_the_origin_keeps_no_longer_ends_the_fetch_at_once() -> None:
         assert worker.holds(refs(chunks[:2]))
 
 
+@on_virtual_time
 async def test_without_anybody_a_fetch_gives_up_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,6 +180,7 @@ async def test_without_anybody_a_fetch_gives_up_and_says_so(
 @pytest.mark.parametrize(
     ("source", "chunk_s", "stuck_s"), [("origin", 0.25, 2.0), ("holder", 0.3, 4.0)]
 )
+@on_virtual_time
 async def test_a_crowd_that_waits_in_line_for_longer_than_for_the_dead_gets_every_chunk(
     source: str, chunk_s: float, stuck_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +202,7 @@ async def test_a_crowd_that_waits_in_line_for_longer_than_for_the_dead_gets_ever
         assert all(worker.holds(refs(chunks)) for worker in workers)
 
 
+@on_virtual_time
 async def test_an_origin_that_failed_once_and_then_keeps_us_in_line_is_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -217,6 +229,7 @@ async def test_an_origin_that_failed_once_and_then_keeps_us_in_line_is_not_given
         assert worker.holds(refs([chunk]))
 
 
+@on_virtual_time
 async def test_a_line_at_a_neighbour_is_waited_for_when_the_origin_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,6 +246,7 @@ async def test_a_line_at_a_neighbour_is_waited_for_when_the_origin_is_gone(
         assert worker.holds(refs(chunks))
 
 
+@on_virtual_time
 async def test_neighbours_alone_are_enough_when_the_origin_is_gone() -> None:
     chunks = payload(20)
     async with World() as world:
@@ -243,6 +257,7 @@ async def test_neighbours_alone_are_enough_when_the_origin_is_gone() -> None:
             await worker.fetch(refs(chunks), [other], origin)
 
 
+@on_virtual_time
 async def test_a_full_store_is_told_as_what_it_is() -> None:
     chunks = payload(4)
     async with World() as world:
@@ -276,6 +291,7 @@ class Seed:
         return self.held[chunk.digest]
 
 
+@on_virtual_time
 async def test_a_seed_is_asked_before_the_origin_and_the_origin_for_the_rest() -> None:
     chunks = payload(20)
     seed = Seed(chunks[:15])
@@ -290,6 +306,7 @@ async def test_a_seed_is_asked_before_the_origin_and_the_origin_for_the_rest() -
 
 
 @pytest.mark.parametrize("fault", ["wrong bytes", "unreachable"])
+@on_virtual_time
 async def test_a_seed_that_fails_is_left_alone(fault: str) -> None:
     chunks = payload(20)
     lies = payload(20, seed=1)
@@ -321,6 +338,7 @@ class Tcp:
         return data
 
 
+@on_virtual_time
 async def test_an_origin_that_iroh_does_not_reach_is_reached_by_another_path() -> None:
     chunks = payload(10)
     async with World() as world:
@@ -335,6 +353,7 @@ async def test_an_origin_that_iroh_does_not_reach_is_reached_by_another_path() -
         assert tcp.asked == [origin.id] * 10
 
 
+@on_virtual_time
 async def test_a_path_that_leads_nowhere_either_does_not_keep_us_from_the_usual_one() -> None:
     chunks = payload(10)
     async with World() as world:

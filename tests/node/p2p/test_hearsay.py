@@ -8,6 +8,7 @@ from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.node.p2p.connections import Handler
@@ -49,6 +50,7 @@ def refusing(asked: Counter[str], name: str) -> Handler:
     return handler
 
 
+@on_virtual_time
 async def test_a_holder_that_only_gossip_names_spares_the_origin() -> None:
     chunks = payload(20, SIZE)
     async with World() as world:
@@ -60,6 +62,7 @@ async def test_a_holder_that_only_gossip_names_spares_the_origin() -> None:
         assert copies_sent(origin, refs(chunks)) == 0
 
 
+@on_virtual_time
 async def test_a_holder_that_gossip_names_during_the_fetch_is_asked_too() -> None:
     chunks = payload(20, SIZE)
     network = MemoryNetwork(uplink=lines({node_id("origin"): 2.0 * SIZE}))
@@ -79,6 +82,7 @@ async def test_a_holder_that_gossip_names_during_the_fetch_is_asked_too() -> Non
         assert worker.fetcher.fetched[holder.id] >= 10 * SIZE
 
 
+@on_virtual_time
 async def test_a_liar_that_says_it_holds_everything_costs_a_refused_watch() -> None:
     chunks = payload(20, SIZE)
     asked: Counter[str] = Counter()
@@ -92,6 +96,7 @@ async def test_a_liar_that_says_it_holds_everything_costs_a_refused_watch() -> N
         assert not worker.fetcher.wasted.total()
 
 
+@on_virtual_time
 async def test_a_liar_that_is_nowhere_keeps_a_worker_from_nothing() -> None:
     chunks, more = payload(20, SIZE), payload(20, SIZE, seed=1)
     async with World() as world:
@@ -106,6 +111,7 @@ async def test_a_liar_that_is_nowhere_keeps_a_worker_from_nothing() -> None:
         assert worker.fetcher.fetched[origin.id] == 20 * SIZE
 
 
+@on_virtual_time
 async def test_the_origin_is_not_asked_to_spare_itself_for_the_sake_of_hearsay() -> None:
     """It would make us wait for a neighbour that may never have existed."""
     chunks = payload(4, SIZE)
@@ -135,6 +141,7 @@ async def test_the_origin_is_not_asked_to_spare_itself_for_the_sake_of_hearsay()
         assert urgent == {True}
 
 
+@on_virtual_time
 async def test_liars_in_any_number_get_half_the_places_and_never_the_first() -> None:
     chunks = payload(40, SIZE)
     asked: Counter[str] = Counter()
@@ -150,6 +157,7 @@ async def test_liars_in_any_number_get_half_the_places_and_never_the_first() -> 
         assert worker.fetcher.fetched[line[0].id] > 0
 
 
+@on_virtual_time
 async def test_a_neighbour_that_says_it_holds_the_version_comes_before_those_that_do_not() -> None:
     chunks = payload(20, SIZE)
     asked: Counter[str] = Counter()
