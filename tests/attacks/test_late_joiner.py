@@ -7,20 +7,9 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from support import virtual_time
+from support import lying_holders, virtual_time
 from support.exchange_world import KIB, World, copies_sent, lines, node_id
 from support.exchange_world import references as refs
-from support.lying_holders import (
-    Ploy,
-    be_busy,
-    busy_after,
-    claiming,
-    in_turn,
-    keep_in_line,
-    late,
-    stay_silent,
-    trickle,
-)
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 
@@ -33,19 +22,24 @@ CHANCES = 8
 STORE = MemoryStore(max_bytes=1 << 30)
 for _chunk in itertools.chain(*PAYLOADS):
     STORE.put(_chunk)
-PLOYS: dict[str, Ploy] = {
-    "in line": keep_in_line,
-    "silent": stay_silent,
-    "busy": be_busy,
-    "busy after a line": busy_after(0.5),
-    "a trickle": trickle(CHUNK, 1.0),
-    "in turn": in_turn(keep_in_line, be_busy, stay_silent, busy_after(1.0)),
-    "late": late(STORE, 1.0),
+PLOYS: dict[str, lying_holders.Ploy] = {
+    "in line": lying_holders.keep_in_line,
+    "silent": lying_holders.stay_silent,
+    "busy": lying_holders.be_busy,
+    "busy after a line": lying_holders.busy_after(0.5),
+    "a trickle": lying_holders.trickle(CHUNK, 1.0),
+    "in turn": lying_holders.in_turn(
+        lying_holders.keep_in_line,
+        lying_holders.be_busy,
+        lying_holders.stay_silent,
+        lying_holders.busy_after(1.0),
+    ),
+    "late": lying_holders.late(STORE, 1.0),
 }
 
 
 async def join(
-    ploys: Sequence[Ploy], chance: int, *, uplink: float = UPLINK, fetches: int = 1
+    ploys: Sequence[lying_holders.Ploy], chance: int, *, uplink: float = UPLINK, fetches: int = 1
 ) -> tuple[list[float], float]:
     """Return a joiner's seconds for each fetch, and the copies that they cost the origin, beside liars with
     these ploys."""
@@ -58,7 +52,7 @@ async def join(
         for holder, chunks in itertools.product((origin, *honest), payloads):
             holder.hold(chunks)
         liars = [
-            world.add(f"l{number}", handler=claiming(ploys[number % len(ploys)]))
+            world.add(f"l{number}", handler=lying_holders.claiming(ploys[number % len(ploys)]))
             for number in range(LIARS if ploys else 0)
         ]
         line = [*honest, *liars]

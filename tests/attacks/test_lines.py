@@ -9,20 +9,9 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from support import lying_holders
 from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
-from support.lying_holders import (
-    LineHolder,
-    Ploy,
-    be_busy,
-    busy_after,
-    claiming,
-    in_turn,
-    keep_in_line,
-    late,
-    stay_silent,
-    trickle,
-)
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 from support.swarm import Swarm
@@ -44,13 +33,18 @@ from primerl.protocol.version import MAX_MESSAGE
 Talk = Callable[[Stream], Awaitable[bytes]]
 SIZE = 32 * KIB
 SOON = 60.0
-PLOYS: dict[str, Ploy] = {
-    "in line": keep_in_line,
-    "silent": stay_silent,
-    "busy": be_busy,
-    "busy after a line": busy_after(0.5),
-    "a trickle": trickle(SIZE, 1.0),
-    "in turn": in_turn(keep_in_line, be_busy, stay_silent, busy_after(1.0)),
+PLOYS: dict[str, lying_holders.Ploy] = {
+    "in line": lying_holders.keep_in_line,
+    "silent": lying_holders.stay_silent,
+    "busy": lying_holders.be_busy,
+    "busy after a line": lying_holders.busy_after(0.5),
+    "a trickle": lying_holders.trickle(SIZE, 1.0),
+    "in turn": lying_holders.in_turn(
+        lying_holders.keep_in_line,
+        lying_holders.be_busy,
+        lying_holders.stay_silent,
+        lying_holders.busy_after(1.0),
+    ),
 }
 
 
@@ -66,7 +60,7 @@ async def test_whoever_lets_versions_wait_again_and_again_is_not_asked_for_the_n
         liars = [
             world.add(
                 f"liar{number}",
-                handler=claiming(PLOYS[name], asked=lambda _: asked.update(["liar"])),
+                handler=lying_holders.claiming(PLOYS[name], asked=lambda _: asked.update(["liar"])),
             )
             for number in range(4)
         ]
@@ -106,9 +100,9 @@ async def test_half_of_forty_neighbours_that_do_their_worst_cost_an_honest_swarm
         store = MemoryStore(max_bytes=1 << 30)
         for chunk in chunks:
             store.put(chunk)
-        ploys = [*PLOYS.values(), late(store, 1.0)]
+        ploys = [*PLOYS.values(), lying_holders.late(store, 1.0)]
         liars = [
-            world.add(f"l{number}", handler=claiming(ploys[number % len(ploys)]))
+            world.add(f"l{number}", handler=lying_holders.claiming(ploys[number % len(ploys)]))
             for number in range(20)
         ]
         honest = [world.add(f"w{number}") for number in range(1, 21)]
@@ -151,7 +145,7 @@ async def test_a_line_ends_after_a_time_and_to_be_in_it_is_no_progress(
     (chunk,) = refs(payload(1, SIZE))
     async with World() as world:
         worker = world.add("w0")
-        liar = world.add("liar", handler=claiming(keep_in_line))
+        liar = world.add("liar", handler=lying_holders.claiming(lying_holders.keep_in_line))
         worker.peers.hint(liar.id, liar.transport.addresses())
         download = ChunkDownload(liar.id, 0.0, 0.0, chunk=chunk)
         async with asyncio.timeout(SOON):
@@ -240,7 +234,7 @@ async def test_a_run_goes_on_and_newcomers_join_it_beside_keys_that_only_keep_ot
     ):
         await swarm.start_trainer()
         liars = [
-            await stack.enter_async_context(LineHolder(swarm, f"liar{number}"))
+            await stack.enter_async_context(lying_holders.LineHolder(swarm, f"liar{number}"))
             for number in range(3)
         ]
         for name in ("w1", "w2"):

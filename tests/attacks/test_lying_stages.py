@@ -28,18 +28,13 @@ from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier
 from primerl.node.worker.rollouts import branch_record, crossed
+from primerl.protocol import rollouts
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
 from primerl.protocol.manifests import RunLimits
 from primerl.protocol.pipelines import Stage
 from primerl.protocol.reputation import Reputation, ban_test
-from primerl.protocol.rollouts import (
-    GroupRecord,
-    PipelineVerdict,
-    RolloutRecord,
-    Submission,
-)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -99,10 +94,11 @@ class Court:
         episodes = [Episode([_branch(item)], Score(1.0)) for item in items]
         plan, parts = crossed([episodes])
         records = tuple(
-            RolloutRecord((branch_record(episode.branches[0]),), 1.0, "") for episode in episodes
+            rollouts.RolloutRecord((branch_record(episode.branches[0]),), 1.0, "")
+            for episode in episodes
         )
-        group = GroupRecord(TASK.index, TASK.digest, records)
-        submission = Submission(b"", (group,), "hf", plan, parts)
+        group = rollouts.GroupRecord(TASK.index, TASK.digest, records)
+        submission = rollouts.Submission(b"", (group,), "hf", plan, parts)
         verifier = Verifier(
             RUN,
             self.case.run,
@@ -138,7 +134,7 @@ def _branch(item: AuditItem) -> Branch:
 
 def blamed(verified: Verified) -> list[tuple[int, ...]]:
     """Return the stage that each rollout's verdict blames."""
-    assert isinstance(verified.verdict.pipeline, PipelineVerdict)
+    assert isinstance(verified.verdict.pipeline, rollouts.PipelineVerdict)
     assert verified.verdict.pipeline.stages == tuple(key.node_id for key in STAGES)
     return [one.stages for one in verified.verdict.pipeline.blamed]
 
