@@ -22,7 +22,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 
 
 PARTS = {
-    *("cheats_measure", "children", "kernels", "models", "report", "trained_model"),
+    *("cheat_book", "cheat_world", "cheats_measure", "children", "kernels", "models", "report", "trained_model"),
     *("engine_alone", "pipeline_stage", "swarm_node", "swarm_shardcast_node", "worker_nodes"),
     *("swarm_links", "wan"),
 }

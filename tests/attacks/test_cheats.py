@@ -21,15 +21,8 @@ from primerl.node.inference.hf import HfEngine
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Audited, Reputation, ban_test
-from primerl.scripts.bench.trained_model import (
-    Corpus,
-    Recipe,
-    recipe,
-    stop_token,
-    trained_model,
-)
-from primerl.tests.attacks import cheat_world
-from primerl.tests.attacks.cheat_book import (
+from primerl.scripts.bench import cheat_world
+from primerl.scripts.bench.cheat_book import (
     BOOK,
     Nucleus,
     honest_work,
@@ -38,6 +31,13 @@ from primerl.tests.attacks.cheat_book import (
     shifted_logprobs,
     telling,
     temperature,
+)
+from primerl.scripts.bench.trained_model import (
+    Corpus,
+    Recipe,
+    recipe,
+    stop_token,
+    trained_model,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
