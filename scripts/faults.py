@@ -825,7 +825,7 @@ FAULTS = (
         "node/evaluation/eval_suite.py",
         "if cell.counts:",
         "if True:",
-        ("test_an_api_that_is_down_ends_the_evaluation_with_advice",),
+        ("test_a_cell_whose_rollouts_all_failed_is_measured_again",),
     ),
     Fault(
         "results of other samplings are taken from disk",

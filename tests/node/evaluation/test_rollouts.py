@@ -127,6 +127,8 @@ async def test_a_failed_rollout_counts_as_unsolved_and_says_why() -> None:
     assert told.reasons == {"no mood": 2}
     assert told.reward == pytest.approx(sum(one.reward for one in found) / 22)
     assert told.avg.value == pytest.approx(sum(one.reward for one in found) / 24)
+    lenient = summarize(found, samples=4, success=0.0)
+    assert lenient.passes["1"].value == pytest.approx(22 / 24)
 
 
 async def test_what_ends_everything_is_raised_as_it_is() -> None:
@@ -239,6 +241,31 @@ async def test_held_out_tasks_are_measured_of_what_was_trained_and_all_of_others
     await suite.measure(model)
     assert watched.splits == {split}
     assert suite.found[0].figures.prompts == 30
+
+
+async def test_a_cell_whose_rollouts_all_failed_is_measured_again(tmp_path: Path) -> None:
+    measured = 0
+
+    async def environment(_: object) -> Environment:
+        nonlocal measured
+        measured += 1
+        return CountingEnvironment()
+
+    async def failing() -> Clever:
+        return Clever(fails=list(range(1000)))
+
+    async def working() -> Clever:
+        return Clever()
+
+    config = EvalConfig.model_validate(
+        {"models": ["m"], "environments": [{"id": "counting", "prompts": 3, "samples": 1}]}
+    )
+    for policy in (failing, working, working):
+        model = EvalModel("m", "local", "", {}, 8, policy, environment)
+        suite = EvalSuite(config, CellStore(tmp_path), lambda _: None, 1)
+        await suite.measure(model)
+        assert suite.found[0].figures.failed == (policy is failing)
+    assert measured == 2
 
 
 async def test_beside_training_all_tasks_are_measured_of_environments_that_it_does_not_use(
