@@ -32,7 +32,7 @@ class NoAudits:
         raise AssertionError("an audit")
 
 
-def told(token_ids: list[int], sampled: list[bool]) -> rollouts.BranchRecord:
+def proved_branch(token_ids: list[int], sampled: list[bool]) -> rollouts.BranchRecord:
     """A branch as a worker sends it, each reply proved after what it claims to have read."""
     count = sum(sampled)
     branch = Branch(token_ids, sampled, [0.0] * len(sampled), 3, 3, "stop")
@@ -49,7 +49,7 @@ def told(token_ids: list[int], sampled: list[bool]) -> rollouts.BranchRecord:
 
 
 def honest(shown: Demonstration) -> rollouts.BranchRecord:
-    return told(shown.token_ids, shown.sampled)
+    return proved_branch(shown.token_ids, shown.sampled)
 
 
 def result_at(shown: Demonstration) -> int:
@@ -62,25 +62,29 @@ def another_result(shown: Demonstration) -> rollouts.BranchRecord:
     """The tool says a number that the model then repeats: a wrong answer, claimed to be right."""
     ids, at = list(shown.token_ids), result_at(shown)
     ids[at] = ord("9") if ids[at] != ord("9") else ord("8")
-    return told(ids, shown.sampled)
+    return proved_branch(ids, shown.sampled)
 
 
 def longer_result(shown: Demonstration) -> rollouts.BranchRecord:
     """The tool says more than it did: a hint to the model."""
     ids, at = list(shown.token_ids), result_at(shown)
-    return told([*ids[:at], *b"1", *ids[at:]], [*shown.sampled[:at], False, *shown.sampled[at:]])
+    return proved_branch(
+        [*ids[:at], *b"1", *ids[at:]], [*shown.sampled[:at], False, *shown.sampled[at:]]
+    )
 
 
 def no_call(shown: Demonstration) -> rollouts.BranchRecord:
     """The answer at once, as if it had been read somewhere."""
     (prompt, _), (_, answer) = shown.turns()
-    return told([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+    return proved_branch([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
 def sampled_result(shown: Demonstration) -> rollouts.BranchRecord:
     """The model is said to have written the result itself, so that it is learned."""
     at = result_at(shown)
-    return told(list(shown.token_ids), [it or i == at for i, it in enumerate(shown.sampled)])
+    return proved_branch(
+        list(shown.token_ids), [it or i == at for i, it in enumerate(shown.sampled)]
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from support.exchange_world import KIB, Bare, World, payload
+from support.exchange_world import KIB, Bare, ExchangeNetwork, payload
 from support.exchange_world import references as refs
 from support.virtual_time import on_virtual_time
 from support.waiting import until
@@ -68,7 +68,7 @@ async def test_impossible_news_of_chunks_cost_their_sender(answer: Answer, reaso
         assert isinstance(request, WatchChunks)
         await answer(stream)
 
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         bad = world.add("bad", handler=handler)
         origin.hold(chunks)
@@ -96,7 +96,7 @@ async def test_an_origin_that_gives_what_was_not_asked_for_is_blamed_and_asked_a
         await stream.write(bytes(SIZE + 1))
         await stream.finish()
 
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         honest, worker = world.add("honest"), world.add("w0")
         origin = world.add("origin", handler=handler)
         honest.hold(chunks)
@@ -107,7 +107,7 @@ async def test_an_origin_that_gives_what_was_not_asked_for_is_blamed_and_asked_a
 
 @on_virtual_time
 async def test_a_request_for_something_unknown_is_refused_without_blame() -> None:
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         origin.hold(payload(3))
         connection = await dial(asker, origin)
@@ -121,7 +121,7 @@ async def test_a_request_for_something_unknown_is_refused_without_blame() -> Non
 
 @on_virtual_time
 async def test_a_chunk_cannot_be_watched_twice() -> None:
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         connection = await dial(asker, origin)
         with pytest.raises(Refused) as refusal:
@@ -131,7 +131,7 @@ async def test_a_chunk_cannot_be_watched_twice() -> None:
 
 @on_virtual_time
 async def test_watches_are_few_and_end_with_their_watcher() -> None:
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         connection = await dial(asker, origin)
         names = tuple(digest(number.to_bytes(2, "big")) for number in range(500))
@@ -157,7 +157,7 @@ async def test_watches_are_few_and_end_with_their_watcher() -> None:
 @on_virtual_time
 async def test_a_peer_that_reads_nothing_cannot_keep_others_from_their_chunks() -> None:
     chunks = payload(4, 512 * KIB)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, greedy, worker = (world.add(name) for name in ("origin", "greedy", "w0"))
         origin.hold(chunks)
         connection = await dial(greedy, origin)
@@ -175,7 +175,7 @@ async def test_a_peer_that_reads_nothing_cannot_keep_others_from_their_chunks() 
 
 @on_virtual_time
 async def test_bytes_after_a_watch_end_it() -> None:
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         stream = await (await dial(asker, origin)).open_stream()
         await send(stream, WatchChunks((bytes(32),)))
@@ -189,7 +189,7 @@ async def test_bytes_after_a_watch_end_it() -> None:
 @on_virtual_time
 async def test_news_come_only_of_what_is_in_the_store() -> None:
     chunks = payload(2)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         origin.hold(chunks[:1])
         stream = await (await dial(asker, origin)).open_stream()
@@ -211,7 +211,7 @@ async def test_a_fault_after_a_chunk_was_announced_resets_the_stream() -> None:
         async def pace(self, size: int) -> None:
             raise RemoteProtocolError(Reason.BUSY, "in the middle")
 
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin", pacer=Failing(0)), world.add("w0")
         origin.hold(chunks)
         stream = await (await dial(asker, origin)).open_stream()

@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 from support import lying_holders
-from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload
+from support.exchange_world import KIB, Bare, ExchangeNetwork, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
@@ -55,7 +55,7 @@ async def test_whoever_lets_versions_wait_again_and_again_is_not_asked_for_the_n
 ) -> None:
     """Before, a liar was asked for each version anew, and each one waited for it."""
     asked: Counter[str] = Counter()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         liars = [
             world.add(
@@ -94,7 +94,7 @@ async def fetch(worker: Bare, version: int, line: list[Bare], origin: Bare) -> N
 @on_virtual_time
 async def test_half_of_forty_neighbours_that_do_their_worst_cost_an_honest_swarm_no_chunk() -> None:
     chunks = payload(40, SIZE)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks)
         store = MemoryStore(max_bytes=1 << 30)
@@ -120,7 +120,7 @@ async def test_a_holder_whom_many_ask_at_once_is_honest_and_is_not_passed_over()
     """The control: its line is long, but it moves."""
     chunks = payload(6, SIZE)
     rates = {node_id("holder"): 24.0 * SIZE, node_id("origin"): 6.0 * SIZE}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, holder = world.add("origin"), world.add("holder")
         workers = [world.add(f"w{number}") for number in range(16)]
         for one in (origin, holder):
@@ -143,7 +143,7 @@ async def test_a_line_ends_after_a_time_and_to_be_in_it_is_no_progress(
     """Before, a line lasted for 240 beats of up to 2 s, and each counted as progress."""
     monkeypatch.setattr("primerl.node.p2p.chunk_client.LINE_S", 0.5)
     (chunk,) = refs(payload(1, SIZE))
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         worker = world.add("w0")
         liar = world.add("liar", handler=lying_holders.claiming(lying_holders.keep_in_line))
         worker.peers.hint(liar.id, liar.transport.addresses())

@@ -72,7 +72,7 @@ class OneTask:
         return Score(1.0)
 
 
-class Court:
+class AuditedModel:
     """A model, honest text, and a trainer that audits it all."""
 
     def __init__(self, case: Case, texts: list[AuditItem], core: PrefillCore) -> None:
@@ -162,7 +162,7 @@ async def _texts(case: Case) -> list[AuditItem]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Court]:
+async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AuditedModel]:
     case = await make_case(tmp_path_factory.mktemp("deep"), "float32", make_deep)
     reject, suspect = BUILT_IN["float32"]
     run = structs.replace(
@@ -176,19 +176,19 @@ async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cour
     case = replace(case, run=run)
     core = PrefillCore(FP32)
     await core.start(case.model_dir, run)
-    yield Court(case, await _texts(case), core)
+    yield AuditedModel(case, await _texts(case), core)
     await core.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def court(opened: Court) -> Court:
+async def court(opened: AuditedModel) -> AuditedModel:
     """Without memory of earlier tests."""
     opened.peers.clear()
     opened.parted.clear()
     return opened
 
 
-async def test_honest_stages_are_accepted_and_nobody_is_named(court: Court) -> None:
+async def test_honest_stages_are_accepted_and_nobody_is_named(court: AuditedModel) -> None:
     verified = await court.judge(court.items())
     assert (verified.verdict.accepted, verified.rejections) == (ROLLOUTS, [])
     assert blamed(verified) == []
@@ -198,7 +198,7 @@ async def test_honest_stages_are_accepted_and_nobody_is_named(court: Court) -> N
 
 @pytest.mark.parametrize("liar", [1, 2])
 async def test_a_stage_with_coarse_weights_is_named_and_its_group_goes_on_without_it(
-    court: Court, liar: int
+    court: AuditedModel, liar: int
 ) -> None:
     verified = await court.judge(court.items(liar))
     assert verified.verdict.accepted == 0
@@ -210,7 +210,9 @@ async def test_a_stage_with_coarse_weights_is_named_and_its_group_goes_on_withou
     assert not any(court.peers[node].banned for node in honest)
 
 
-async def test_a_first_stage_with_coarse_weights_is_banned_like_any_worker(court: Court) -> None:
+async def test_a_first_stage_with_coarse_weights_is_banned_like_any_worker(
+    court: AuditedModel,
+) -> None:
     verified = await court.judge(court.items(0))
     assert blamed(verified) == [(0,)] * ROLLOUTS
     assert court.peers[STAGES[0].node_id].banned
@@ -218,7 +220,7 @@ async def test_a_first_stage_with_coarse_weights_is_banned_like_any_worker(court
 
 
 async def test_a_first_stage_that_says_nothing_of_its_stages_answers_for_them(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     silent = [replace(item, boundaries=()) for item in court.items(2)]
     verified = await court.judge(silent)
@@ -229,7 +231,7 @@ async def test_a_first_stage_that_says_nothing_of_its_stages_answers_for_them(
 
 
 async def test_a_liar_that_copies_what_was_said_before_it_is_named_all_the_same(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     """The liar copies the previous stage's fingerprints for its own states."""
     copied = [
@@ -246,7 +248,7 @@ async def test_a_liar_that_copies_what_was_said_before_it_is_named_all_the_same(
 
 
 async def test_a_first_stage_that_frames_another_one_is_believed_once_but_bans_nobody(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     """What remains: its own weights are coarse, and it states an honest boundary of its own."""
     honest, lying = court.items(), court.items(0)
@@ -261,7 +263,7 @@ async def test_a_first_stage_that_frames_another_one_is_believed_once_but_bans_n
 
 
 async def test_scribbling_on_the_trail_of_right_rollouts_costs_no_rollout_and_names_nobody(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     scribbled = [
         replace(
@@ -280,7 +282,7 @@ async def test_scribbling_on_the_trail_of_right_rollouts_costs_no_rollout_and_na
 
 
 async def test_the_last_stage_that_draws_as_it_likes_shares_the_doubt_with_the_first(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     forged = [
         replace(item, logprobs=[value - 0.5 for value in item.logprobs]) for item in court.items()

@@ -108,7 +108,7 @@ class Bare:
         await self.fetcher.fetch(chunks, others, origin.id)
 
 
-class World:
+class ExchangeNetwork:
     """Nodes that are up while the context lasts."""
 
     def __init__(self, network: MemoryNetwork | None = None) -> None:
@@ -124,7 +124,7 @@ class World:
         self._stack.push_async_callback(bare.links.close)
         return bare
 
-    async def __aenter__(self) -> "World":
+    async def __aenter__(self) -> "ExchangeNetwork":
         return self
 
     async def __aexit__(

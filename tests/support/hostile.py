@@ -13,7 +13,7 @@ import numpy as np
 from support.counting_environment import STOP, counting_task, question, right_reply
 from support.memory_store import MemoryStore
 from support.swarm import Swarm, at_home
-from support.witness import Said, felt, now_and_then, told
+from support.witness import Said, felt, now_and_then, witness_logprob
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.hashing import digest as digest_of
@@ -446,7 +446,7 @@ def say(prompt: Sequence[int], said: Sequence[int], head: PolicyHead) -> BranchR
     """Make a branch with the logprobs of the policy of `head`."""
     tokens = [*prompt, *said]
     logprobs = [
-        told(head.state, head.version, 1.0, tokens[:i], tokens[i])
+        witness_logprob(head.state, head.version, 1.0, tokens[:i], tokens[i])
         for i in range(len(prompt), len(tokens))
     ]
     return BranchRecord(

@@ -67,7 +67,7 @@ def opened(reply: StageWait | StagePlanned, now: int = NOW) -> PipelinePlan:
     return found.body
 
 
-class World:
+class OfferNetwork:
     """A coordinator and offering nodes, all 10 ms apart."""
 
     def __init__(self, directory: Path, model: CutModel | None = MODEL) -> None:

@@ -61,10 +61,10 @@ def step(epoch: int, number: int, tokens: int = 3, body: bytes = b"what to do") 
 
 def same(one: Frame, other: Frame) -> bool:
     """Return whether two frames are equal, apart from queueing times."""
-    return said(one) == said(other)
+    return fields_of(one) == fields_of(other)
 
 
-def said(frame: Frame) -> tuple[Any, ...]:
+def fields_of(frame: Frame) -> tuple[Any, ...]:
     """Return a frame's fields, comparable."""
     tensors = [(one.dtype.name, one.shape, one.tobytes()) for one in frame.tensors]
     return (frame.kind, frame.epoch, frame.number, frame.body, frame.trail, tensors)

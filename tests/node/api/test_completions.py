@@ -240,7 +240,7 @@ async def test_a_policy_that_changes_in_the_middle_is_in_the_stamp(model_dir: Pa
 # -- where texts end ----------------------------------------------------------------------------------
 
 
-async def said(model_dir: Path, text: str, **fields: Any) -> dict[str, Any]:
+async def complete_saying(model_dir: Path, text: str, **fields: Any) -> dict[str, Any]:
     async with api(SayingEngine(text), model_dir) as client:
         reply = await client.complete(return_token_ids=True, logprobs=0, **fields)
     assert reply.status == 200, reply.text
@@ -256,7 +256,7 @@ async def streamed(model_dir: Path, text: str, **fields: Any) -> list[dict[str, 
 async def test_a_completion_ends_before_its_stop_string_and_with_the_token_that_completes_it(
     model_dir: Path,
 ) -> None:
-    choice = await said(model_dir, "one END two", stop="END")
+    choice = await complete_saying(model_dir, "one END two", stop="END")
     assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
     assert choice["stop_reason"] == "END"
     assert bytes(choice["token_ids"]) == b"one END"
@@ -264,12 +264,14 @@ async def test_a_completion_ends_before_its_stop_string_and_with_the_token_that_
 
 
 async def test_the_stop_string_is_kept_where_that_is_asked_for(model_dir: Path) -> None:
-    choice = await said(model_dir, "one END", stop=["zzz", "END"], include_stop_str_in_output=True)
+    choice = await complete_saying(
+        model_dir, "one END", stop=["zzz", "END"], include_stop_str_in_output=True
+    )
     assert choice["text"] == "one END"
 
 
 async def test_the_stop_string_that_is_complete_first_counts(model_dir: Path) -> None:
-    choice = await said(model_dir, "a cat sat", stop=["cat sat", "sat", "at"])
+    choice = await complete_saying(model_dir, "a cat sat", stop=["cat sat", "sat", "at"])
     assert (choice["text"], choice["stop_reason"]) == ("a c", "at")
 
 

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload
+from support.exchange_world import (
+    KIB,
+    Bare,
+    ExchangeNetwork,
+    bytes_of,
+    copies_sent,
+    lines,
+    node_id,
+    payload,
+)
 from support.exchange_world import references as refs
 from support.lying_holders import claiming, late
 from support.memory_network import MemoryNetwork
@@ -38,7 +47,7 @@ async def all_fetch(
 @on_virtual_time
 async def test_a_lone_worker_fetches_everything_once() -> None:
     chunks = payload(40)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks)
         await worker.fetch(refs(chunks), [], origin)
@@ -55,7 +64,7 @@ async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int)
     chunks = payload(count, 32 * KIB)
     names = ["origin", *(f"w{number}" for number in range(workers))]
     rates = {node_id(name): 10 * MBIT for name in names}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
         nodes = [world.add(name) for name in names[1:]]
@@ -68,7 +77,7 @@ async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int)
 async def test_two_workers_share_out_what_the_origin_sends_and_pass_it_to_each_other() -> None:
     chunks = payload(30, 32 * KIB)
     rates = {node_id(name): 40 * MBIT for name in ("origin", "w0", "w1")}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, first, second = (world.add(name) for name in ("origin", "w0", "w1"))
         origin.hold(chunks)
         await all_fetch([first, second], refs(chunks), origin)
@@ -79,7 +88,7 @@ async def test_two_workers_share_out_what_the_origin_sends_and_pass_it_to_each_o
 @on_virtual_time
 async def test_a_late_joiner_fetches_from_neighbours_and_leaves_the_origin_alone() -> None:
     chunks = payload(30)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, late = world.add("origin"), world.add("late")
         nodes = [world.add(f"w{number}") for number in range(3)]
         for holder in [origin, *nodes]:
@@ -93,7 +102,7 @@ async def test_a_late_joiner_fetches_from_neighbours_and_leaves_the_origin_alone
 async def test_a_worker_passes_on_what_it_has_while_it_still_fetches() -> None:
     chunks = payload(20, 32 * KIB)
     rates = {node_id("origin"): 1 * MBIT}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, first, second = (world.add(name) for name in ("origin", "w0", "w1"))
         origin.hold(chunks)
         world.network.partition(second.id, origin.id)
@@ -112,7 +121,7 @@ async def test_a_worker_passes_on_what_it_has_while_it_still_fetches() -> None:
 async def test_what_is_in_the_store_is_not_fetched_again_after_a_kill(tmp_path: Path) -> None:
     chunks = payload(40, 32 * KIB)
     rates = {node_id("origin"): 4 * MBIT}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
         before = world.add("w0", store=FileStore(tmp_path, max_bytes=1 << 30, fsync=False))
@@ -136,7 +145,7 @@ async def test_what_is_in_the_store_is_not_fetched_again_after_a_kill(tmp_path: 
 async def test_a_slow_neighbour_does_not_slow_the_others() -> None:
     chunks = payload(24, 128 * KIB)
     rates = {node_id("slow"): 0.5 * MBIT}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, worker = world.add("origin"), world.add("w0")
         slow, fast = world.add("slow"), world.add("fast")
         for holder in (origin, slow, fast):
@@ -152,7 +161,7 @@ async def test_a_slow_neighbour_does_not_slow_the_others() -> None:
 @on_virtual_time
 async def test_what_the_origin_keeps_no_longer_ends_the_fetch_at_once() -> None:
     chunks = payload(3)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks[:2])
         async with asyncio.timeout(60.0):
@@ -169,7 +178,7 @@ async def test_without_anybody_a_fetch_gives_up_and_says_so(
 ) -> None:
     monkeypatch.setattr("primerl.node.p2p.download.GIVE_UP_S", 1.0)
     chunks = payload(3)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         world.network.drop(origin.id)
         async with asyncio.timeout(60.0):
@@ -190,7 +199,7 @@ async def test_a_crowd_that_waits_in_line_for_longer_than_for_the_dead_gets_ever
     monkeypatch.setattr("primerl.node.p2p.serve.BEAT_S", 0.1)
     chunks = payload(1)
     rates = {node_id(name): 64 * KIB / chunk_s for name in ("origin", "holder")}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, holder = world.add("origin"), world.add("holder")
         workers = [world.add(f"w{number}") for number in range(24)]
         for one in (origin, holder):
@@ -222,7 +231,7 @@ async def test_an_origin_that_failed_once_and_then_keeps_us_in_line_is_not_given
         await stream.write(chunk)
         await asyncio.sleep(60.0)
 
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin", handler=handler), world.add("w0")
         async with asyncio.timeout(60.0):
             await worker.fetch(refs([chunk]), [], origin)
@@ -237,7 +246,7 @@ async def test_a_line_at_a_neighbour_is_waited_for_when_the_origin_is_gone(
     chunks = payload(1)
     store = MemoryStore(max_bytes=1 << 30)
     store.put(chunks[0])
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         holder = world.add("holder", handler=claiming(late(store, 5.0)))
         world.network.drop(origin.id)
@@ -249,7 +258,7 @@ async def test_a_line_at_a_neighbour_is_waited_for_when_the_origin_is_gone(
 @on_virtual_time
 async def test_neighbours_alone_are_enough_when_the_origin_is_gone() -> None:
     chunks = payload(20)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker, other = world.add("origin"), world.add("w0"), world.add("w1")
         other.hold(chunks)
         world.network.drop(origin.id)
@@ -260,7 +269,7 @@ async def test_neighbours_alone_are_enough_when_the_origin_is_gone() -> None:
 @on_virtual_time
 async def test_a_full_store_is_told_as_what_it_is() -> None:
     chunks = payload(4)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin = world.add("origin")
         worker = world.add("w0", store=MemoryStore(max_bytes=100 * KIB))
         origin.hold(chunks)
@@ -295,7 +304,7 @@ class Seed:
 async def test_a_seed_is_asked_before_the_origin_and_the_origin_for_the_rest() -> None:
     chunks = payload(20)
     seed = Seed(chunks[:15])
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0", seeds=[seed])
         origin.hold(chunks)
         await worker.fetch(refs(chunks), [], origin)
@@ -314,7 +323,7 @@ async def test_a_seed_that_fails_is_left_alone(fault: str) -> None:
     if fault == "wrong bytes":
         seed = Seed(chunks)
         seed.held = dict(zip((one.digest for one in refs(chunks)), lies, strict=True))
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0", seeds=[seed])
         origin.hold(chunks)
         await worker.fetch(refs(chunks), [], origin)
@@ -341,7 +350,7 @@ class Tcp:
 @on_virtual_time
 async def test_an_origin_that_iroh_does_not_reach_is_reached_by_another_path() -> None:
     chunks = payload(10)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin = world.add("origin")
         origin.hold(chunks)
         tcp = Tcp(origin)
@@ -356,7 +365,7 @@ async def test_an_origin_that_iroh_does_not_reach_is_reached_by_another_path() -
 @on_virtual_time
 async def test_a_path_that_leads_nowhere_either_does_not_keep_us_from_the_usual_one() -> None:
     chunks = payload(10)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin = world.add("origin")
         origin.hold(chunks)
 

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 
-from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload
+from support.exchange_world import KIB, Bare, ExchangeNetwork, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
@@ -53,7 +53,7 @@ def refusing(asked: Counter[str], name: str) -> Handler:
 @on_virtual_time
 async def test_a_holder_that_only_gossip_names_spares_the_origin() -> None:
     chunks = payload(20, SIZE)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, holder, worker = (world.add(name) for name in ("origin", "holder", "w0"))
         origin.hold(chunks)
         holder.hold(chunks)
@@ -66,7 +66,7 @@ async def test_a_holder_that_only_gossip_names_spares_the_origin() -> None:
 async def test_a_holder_that_gossip_names_during_the_fetch_is_asked_too() -> None:
     chunks = payload(20, SIZE)
     network = MemoryNetwork(uplink=lines({node_id("origin"): 2.0 * SIZE}))
-    async with World(network) as world:
+    async with ExchangeNetwork(network) as world:
         origin, holder, worker = (world.add(name) for name in ("origin", "holder", "w0"))
         origin.hold(chunks)
         holder.hold(chunks)
@@ -86,7 +86,7 @@ async def test_a_holder_that_gossip_names_during_the_fetch_is_asked_too() -> Non
 async def test_a_liar_that_says_it_holds_everything_costs_a_refused_watch() -> None:
     chunks = payload(20, SIZE)
     asked: Counter[str] = Counter()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks)
         liar = world.add("liar", handler=refusing(asked, "liar"))
@@ -99,7 +99,7 @@ async def test_a_liar_that_says_it_holds_everything_costs_a_refused_watch() -> N
 @on_virtual_time
 async def test_a_liar_that_is_nowhere_keeps_a_worker_from_nothing() -> None:
     chunks, more = payload(20, SIZE), payload(20, SIZE, seed=1)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, other, worker = (world.add(name) for name in ("origin", "other", "w0"))
         origin.hold(chunks + more)
         other.hold(chunks)
@@ -116,7 +116,7 @@ async def test_the_origin_is_not_asked_to_spare_itself_for_the_sake_of_hearsay()
     """It would make us wait for a neighbour that may never have existed."""
     chunks = payload(4, SIZE)
     urgent: set[bool] = set()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         worker = world.add("w0")
         store = MemoryStore(max_bytes=1 << 30)
 
@@ -145,7 +145,7 @@ async def test_the_origin_is_not_asked_to_spare_itself_for_the_sake_of_hearsay()
 async def test_liars_in_any_number_get_half_the_places_and_never_the_first() -> None:
     chunks = payload(40, SIZE)
     asked: Counter[str] = Counter()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         line = [world.add(f"w{number}") for number in range(1, 9)]
         for one in [origin, *line]:
@@ -161,7 +161,7 @@ async def test_liars_in_any_number_get_half_the_places_and_never_the_first() -> 
 async def test_a_neighbour_that_says_it_holds_the_version_comes_before_those_that_do_not() -> None:
     chunks = payload(20, SIZE)
     asked: Counter[str] = Counter()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, holder = world.add("origin"), world.add("holder")
         empty = [world.add(f"e{n}", handler=refusing(asked, f"e{n}")) for n in range(40)]
         for one in (origin, holder):

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 from support.bare_services import bare_services
 from support.memory_network import MemoryNetwork
-from support.offer_cases import NOW, RUN, TRAINER, World, key, node, offer, record
+from support.offer_cases import NOW, RUN, TRAINER, OfferNetwork, key, node, offer, record
 from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
@@ -46,7 +46,7 @@ CONFIG = NodeConfig.model_validate({"network": {"advertise": ["10.0.0.1:1"]}})
 class Net:
     """A pipeline coordinator behind a memory transport, and workers that offer to it."""
 
-    world: World
+    world: OfferNetwork
     network: MemoryNetwork
     forge: Callable[[bytes, StagePlanned], StagePlanned] | None = None
     heard: list[OfferStage] = field(default_factory=list[OfferStage])
@@ -109,7 +109,7 @@ class Net:
 
 @asynccontextmanager
 async def net(directory: Path) -> AsyncGenerator[Net]:
-    found = Net(World(directory), MemoryNetwork())
+    found = Net(OfferNetwork(directory), MemoryNetwork())
     running = asyncio.create_task(found.router.run())
     try:
         yield found
