@@ -825,16 +825,14 @@ FAULTS = (
         "node/evaluation/eval_suite.py",
         "if cell.counts:",
         "if True:",
-        ("test_a_cell_whose_rollouts_all_failed_is_measured_again",),
+        ("test_a_cell_that_failed_whole_or_was_sampled_otherwise_is_measured_again",),
     ),
     Fault(
         "results of other samplings are taken from disk",
         "node/evaluation/eval_suite.py",
         'sampling=config.sampling.model_dump(mode="json"),',
         "sampling={},",
-        (
-            "test_an_evaluation_that_broke_off_goes_on_where_it_was_and_anew_where_it_samples_otherwise",
-        ),
+        ("test_a_cell_that_failed_whole_or_was_sampled_otherwise_is_measured_again",),
     ),
     # -- sft
     Fault(

@@ -243,7 +243,9 @@ async def test_held_out_tasks_are_measured_of_what_was_trained_and_all_of_others
     assert suite.found[0].figures.prompts == 30
 
 
-async def test_a_cell_whose_rollouts_all_failed_is_measured_again(tmp_path: Path) -> None:
+async def test_a_cell_that_failed_whole_or_was_sampled_otherwise_is_measured_again(
+    tmp_path: Path,
+) -> None:
     measured = 0
 
     async def environment(_: object) -> Environment:
@@ -257,15 +259,20 @@ async def test_a_cell_whose_rollouts_all_failed_is_measured_again(tmp_path: Path
     async def working() -> Clever:
         return Clever()
 
-    config = EvalConfig.model_validate(
-        {"models": ["m"], "environments": [{"id": "counting", "prompts": 3, "samples": 1}]}
-    )
-    for policy in (failing, working, working):
+    wanted = {"models": ["m"], "environments": [{"id": "counting", "prompts": 3, "samples": 1}]}
+    cells = [
+        (failing, 1.0, 1),
+        (working, 1.0, 2),
+        (working, 1.0, 2),
+        (working, 0.5, 3),
+    ]
+    for policy, temperature, times in cells:
+        config = EvalConfig.model_validate({**wanted, "sampling": {"temperature": temperature}})
         model = EvalModel("m", "local", "", {}, 8, policy, environment)
         suite = EvalSuite(config, CellStore(tmp_path), lambda _: None, 1)
         await suite.measure(model)
         assert suite.found[0].figures.failed == (policy is failing)
-    assert measured == 2
+        assert measured == times
 
 
 async def test_beside_training_all_tasks_are_measured_of_environments_that_it_does_not_use(
