@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from support.bare_node import serving
 from support.memory_network import MemoryNetwork
 from support.ring_cases import (
     LIMITS,
@@ -24,8 +25,7 @@ from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.connections import Router, no_pipelines
-from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.connections import no_pipelines
 from primerl.node.p2p.rpc import Refused, ask, receive_reply, send
 from primerl.node.p2p.transport import Connection, Stream, TransportError
 from primerl.node.pipeline import acceptor as acceptor_module
@@ -108,18 +108,14 @@ async def test_a_stranger_opens_no_line_and_measures_nothing(made: Chain) -> Non
 async def test_a_node_that_shares_no_model_says_so_to_everybody() -> None:
     network = MemoryNetwork()
     near, far = (network.transport(key_of(number).node_id) for number in (1, 2))
-    handlers = {ALPN_PIPELINE: no_pipelines}
-    router = Router(far, PeerTable(), handlers, max_streams_per_peer=4, max_peers=4)
-    serving = asyncio.create_task(router.run())
-    connection = await near.connect(
-        far.node_id, far.addresses(), ALPN_PIPELINE, deadline=DEADLINE_S
-    )
-    with pytest.raises(Refused) as caught:
-        await ask(connection, messages.Probe(), messages.Probe, deadline=DEADLINE_S)
-    assert caught.value.reason is Reason.NOT_ADMITTED
+    async with serving(far, {ALPN_PIPELINE: no_pipelines}):
+        connection = await near.connect(
+            far.node_id, far.addresses(), ALPN_PIPELINE, deadline=DEADLINE_S
+        )
+        with pytest.raises(Refused) as caught:
+            await ask(connection, messages.Probe(), messages.Probe, deadline=DEADLINE_S)
+        assert caught.value.reason is Reason.NOT_ADMITTED
     await near.close()
-    await far.close()
-    await serving
 
 
 async def test_a_plan_that_the_trainer_did_not_sign_is_worth_nothing(made: Chain) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.swarm import Running, Swarm
 from support.waiting import until
 from support.witness import Fakes, WitnessBackend, WitnessEngine, never_right

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
+from support.bare_node import serving
 from support.counting_environment import STOP, counting_task, question, right_reply
 from support.memory_store import MemoryStore
 from support.swarm import Swarm, at_home
@@ -92,6 +93,7 @@ class HostileTrainer:
         self.lie: messages.HeadNotice | None = None
         """Said on every watch, after the newest head."""
         self._heads: dict[int, bytes] = {}
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "HostileTrainer":
         config = RunConfig.model_validate(self._swarm.settings)
@@ -107,15 +109,8 @@ class HostileTrainer:
         ticket = Ticket(self.run, self.key.node_id, transport.addresses(), (), now, now + AN_HOUR)
         self._swarm.ticket = tickets.issue(self.key, ticket)
         blobs = BlobServer(self.store, ChunkArrivals(), Pacer(0))
-        router = Router(
-            transport,
-            PeerTable(),
-            {ALPN_CONTROL: self._answer, ALPN_BLOBS: blobs.handle},
-            max_streams_per_peer=32,
-            max_peers=32,
-        )
-        self._transport = transport
-        self._serving = asyncio.create_task(router.run())
+        handlers = {ALPN_CONTROL: self._answer, ALPN_BLOBS: blobs.handle}
+        await self._stack.enter_async_context(serving(transport, handlers))
         return self
 
     async def __aexit__(
@@ -124,9 +119,7 @@ class HostileTrainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._serving.cancel()
-        await asyncio.wait([self._serving])
-        await self._transport.close()
+        await self._stack.aclose()
         self.ledger.close()
 
     def manifest(

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.memory_plan.planner import PlanLimits

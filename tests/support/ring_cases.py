@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from support.bare_node import serving
 from support.memory_network import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.errors import EngineError
-from primerl.node.p2p.connections import Router
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.transport import Transport
 from primerl.node.pipeline import stage_loop
@@ -253,22 +253,10 @@ class Chain:
         peers = PeerTable()
         links = DelayedPool(transport, peers, connect_timeout_s=5.0)
         acceptor = LinkAcceptor(key.node_id, RUN, TRAINER.node_id)
-        router = Router(
-            transport,
-            peers,
-            {ALPN_PIPELINE: acceptor.handle},
-            max_streams_per_peer=32,
-            max_peers=32,
+        await self._stack.enter_async_context(
+            serving(transport, {ALPN_PIPELINE: acceptor.handle}, peers)
         )
-        serving = asyncio.create_task(router.run())
-
-        async def end() -> None:
-            serving.cancel()
-            await asyncio.wait([serving])
-            await links.close()
-            await transport.close()
-
-        self._stack.push_async_callback(end)
+        self._stack.push_async_callback(links.close)
         return Node(key, transport, peers, links, acceptor)
 
     def acquaint(self) -> None:

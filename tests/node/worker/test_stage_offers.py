@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.memory_network import MemoryNetwork
 from support.offer_cases import NOW, RUN, TRAINER, OfferNetwork, key, node, offer, record
 from support.waiting import until

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.counting_environment import CountingEnvironment
 from support.lease_cases import policy, task_digest
 from support.offer_cases import (

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.lease_cases import granted, policy
 from support.waiting import until
 
