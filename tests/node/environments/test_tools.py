@@ -234,6 +234,7 @@ def test_calls_of_every_form_are_read() -> None:
         assert CallParser(form).read("plain <text>") == ("plain <text>", [])
 
 
+@pytest.mark.slow
 async def test_tools_run_in_the_environments_own_process_without_sockets(
     start: Start, tmp_path: Path
 ) -> None:

@@ -282,6 +282,7 @@ def config(directory: Path, server: Server, **settings: Any) -> EvalConfig:
     )
 
 
+@pytest.mark.slow
 async def test_an_api_is_evaluated_and_not_asked_twice(tmp_path: Path) -> None:
     seen: list[EvalProgress] = []
     async with openai_server(reversing) as server:
@@ -341,7 +342,6 @@ async def test_an_api_plays_games_of_several_turns(
     assert len(server.bodies) == 18
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 async def test_an_evaluation_asks_the_judge_of_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -88,7 +88,7 @@ def test_trips_of_the_number_before_do_not_count() -> None:
     for number in range(WINDOW):
         pace.record_return(number, 0.010, 0.0, 0.100)
     for number in range(WINDOW, 100):
-        pace.record_return(number, 0.010, 0.0, 0.300)
+        pace.record_return(number, 0.010, 0.070, 0.100)
     assert pace.count(512) == 10
 
 
