@@ -5,6 +5,7 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 from support import lying_holders, virtual_time
@@ -68,9 +69,15 @@ async def join(
         return seconds, sum(copies_sent(origin, refs(chunks)) for chunks in payloads)
 
 
+@cache
+def undisturbed(uplink: float = UPLINK, fetches: int = 1) -> tuple[float, ...]:
+    """Return a joiner's seconds for each fetch without liars."""
+    return tuple(virtual_time.run(join([], 0, uplink=uplink, fetches=fetches))[0])
+
+
 def test_twenty_of_forty_neighbours_that_do_their_worst_do_not_double_the_time_of_a_fetch() -> None:
     """Before, they kept places of the eight that take part: twice the time mostly, up to four times."""
-    [alone], _ = virtual_time.run(join([], 0))
+    (alone,) = undisturbed()
     for chance in range(CHANCES):
         [beside], copies = virtual_time.run(join(list(PLOYS.values()), chance))
         assert beside < 1.5 * alone, chance
@@ -81,7 +88,7 @@ def test_twenty_of_forty_neighbours_that_do_their_worst_do_not_double_the_time_o
 def test_no_ploy_is_worse_than_all_of_them(name: str) -> None:
     """Trickling was: a source that sends anything kept its place for half a second, and sixteen of them (draw
     49) all downloads that may be under way at once."""
-    [alone], _ = virtual_time.run(join([], 0))
+    (alone,) = undisturbed()
     for chance in (0, 49):
         [beside], _ = virtual_time.run(join([PLOYS[name]], chance))
         assert beside < 1.5 * alone, chance
@@ -90,7 +97,7 @@ def test_no_ploy_is_worse_than_all_of_them(name: str) -> None:
 @pytest.mark.parametrize("name", ["in line", "a trickle", "in turn"])
 def test_a_fetch_of_a_fifth_of_a_second_is_held_up_for_less_than_another_fifth(name: str) -> None:
     """From the second one on; the first of a newcomer loses up to three tenths."""
-    first, later = virtual_time.run(join([], 0, uplink=10 * UPLINK, fetches=2))[0]
+    first, later = undisturbed(uplink=10 * UPLINK, fetches=2)
     for chance in range(3):
         beside, _ = virtual_time.run(join([PLOYS[name]], chance, uplink=10 * UPLINK, fetches=2))
         assert beside[0] < first + 0.3, chance
