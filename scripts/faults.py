@@ -217,7 +217,7 @@ FAULTS = (
         "node/ops/monitors.py",
         'public = config.model_dump(mode="json", include=PUBLIC)',
         'public = config.model_dump(mode="json", include=None)',
-        ("test_a_monitor_is_told_the_public_config_alone",),
+        ("test_a_monitor_gets_the_public_config_only",),
     ),
     Fault(
         "a monitor that hangs is waited for",
@@ -446,7 +446,7 @@ FAULTS = (
         "silence = min((min(one.silent_s, one.missed_s) for one in children), default=0.0)",
         "silence = min((one.silent_s for one in children), default=0.0)",
         (
-            "test_an_engine_that_gives_no_sign_of_life_is_said_to_hang_and_one_whose_node_stood_still_is_not",
+            "test_an_engine_that_gives_no_sign_of_life_is_reported_to_hang_and_one_whose_node_stood_still_is_not",
         ),
     ),
     Fault(
@@ -655,7 +655,7 @@ FAULTS = (
         "node/inference/vllm_sampling.py",
         "drafting.positions.add_(drawn)",
         "pass",
-        ("test_a_drafter_with_the_models_own_logits_drafts_what_is_drawn",),
+        ("test_a_drafter_with_the_models_own_logits_drafts_the_sampled_tokens",),
     ),
     Fault(
         "log-probability ignores the temperature",
@@ -1512,7 +1512,7 @@ FAULTS = (
         "node/environments/judge_model.py",
         "while self._answered < since:",
         "while False:",
-        ("test_a_judge_that_does_not_answer_is_waited_for_and_said",),
+        ("test_a_judge_that_does_not_answer_is_waited_for_and_named",),
     ),
     Fault(
         "judge gives a reply that was rejected",
@@ -1734,7 +1734,7 @@ FAULTS = (
         "node/storage/ledger.py",
         "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
-        ("test_a_second_node_is_told_to_go_away_and_a_reader_is_not",),
+        ("test_a_second_node_is_refused_and_a_reader_is_not",),
     ),
     Fault(
         "ledger is opened without SQLite's check",
@@ -1748,7 +1748,7 @@ FAULTS = (
         "node/storage/ledger.py",
         "if name is None or digest_of(data) == bytes(name):",
         "if True:",
-        ("test_a_row_with_a_changed_bit_is_said_once_and_the_others_are_read",),
+        ("test_a_row_with_a_changed_bit_is_reported_once_and_the_others_are_read",),
     ),
     Fault(
         "text that is no UTF-8 is no damage",
@@ -1832,7 +1832,7 @@ FAULTS = (
         "node/app/startup.py",
         "if max(lengths) + reply > longest and reply < longest - 1:",
         "if False:",
-        ("test_replies_that_end_before_their_limit_are_told_before_the_first_step",),
+        ("test_replies_that_end_before_their_limit_are_reported_before_the_first_step",),
     ),
     Fault(
         "a warm-up of nothing goes on",

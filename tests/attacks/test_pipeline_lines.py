@@ -155,7 +155,7 @@ async def test_an_older_generation_counts_no_more(made: Chain) -> None:
     assert await rogue.reason(1, messages.OpenLine(sealed(made.plan), LATER)) is Reason.ROLLBACK
 
 
-async def test_a_link_of_a_newer_plan_is_refused_for_now_and_the_plan_told_once(
+async def test_a_link_of_a_newer_plan_is_refused_for_now_and_the_plan_passed_on_once(
     made: Chain,
 ) -> None:
     rogue = await Rogue.join(made, made.keys[0])

@@ -132,7 +132,7 @@ def test_closing_wakes_blocked_senders(ports: Ports) -> None:
     assert woken == [True]
 
 
-def test_the_time_in_a_queue_is_told_with_what_was_told_before(ports: Ports) -> None:
+def test_the_time_in_a_queue_is_added_to_the_waiting_time_before(ports: Ports) -> None:
     near, far = ports
     near.send(replace(step(1, 1), busy_us=77, waited_us=1_000_000))
     time.sleep(0.1)

@@ -139,7 +139,7 @@ async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: 
         await ended_well(swarm, 5)
 
 
-async def test_a_worker_of_another_engine_that_may_be_too_small_is_told_so_and_works_alone(
+async def test_a_worker_of_another_engine_that_may_be_too_small_is_warned_and_works_alone(
     tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_small_machines(monkeypatch)

@@ -139,7 +139,7 @@ async def hangs(_: web.Request) -> web.StreamResponse:
     ],
     ids=["down", "key", "refuses", "garbage", "nothing", "endless", "hangs"],
 )
-async def test_a_judge_that_does_not_answer_is_waited_for_and_said(
+async def test_a_judge_that_does_not_answer_is_waited_for_and_named(
     tmp_path: Path, trouble: web.Response | None, shown: str
 ) -> None:
     """However it fails: nothing is lost by it, and once it works all that waited is answered."""

@@ -268,7 +268,7 @@ async def test_tools_that_cannot_be_called_or_checked_are_refused_at_the_start(
         await start(options=options, **args)
 
 
-async def test_a_template_without_calls_needs_to_be_told_their_form(start: Start) -> None:
+async def test_a_template_without_tool_calls_needs_a_parser_in_the_config(start: Start) -> None:
     shown = TOOLED.replace("in m.tool_calls or []", "in []")
     with pytest.raises(EnvironmentFailed, match="writes no tool calls"):
         await start(template=shown)

@@ -222,7 +222,7 @@ async def test_a_conversation_that_breaks_the_api_fails_alone_while_others_work(
     ],
     ids=["key", "forbidden", "model", "redirect"],
 )
-async def test_what_no_attempt_can_mend_is_said_at_once(
+async def test_errors_that_no_attempt_can_mend_are_raised_at_once(
     response: web.Response, message: str
 ) -> None:
     async with policy(lambda _: response, key_variable="MY_KEY") as (api, server):

@@ -181,7 +181,7 @@ async def test_one_that_does_not_answer_at_all_is_killed(model_dir: Path) -> Non
         assert not psutil.pid_exists(pid)
 
 
-async def test_an_engine_that_gives_no_sign_of_life_is_said_to_hang_and_one_whose_node_stood_still_is_not(
+async def test_an_engine_that_gives_no_sign_of_life_is_reported_to_hang_and_one_whose_node_stood_still_is_not(
     model_dir: Path,
 ) -> None:
     impatient = replace(TIMEOUTS, quiet_s=1.0, end_s=0.5)

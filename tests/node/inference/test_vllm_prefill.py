@@ -259,7 +259,7 @@ def test_prompts_that_are_read_in_parts_and_together_keep_their_rows_apart(
         assert (rows[:, MARGIN] == 0).all()
 
 
-def test_places_before_a_cached_prefix_s_end_are_said_not_to_be_computed(engine: Engine) -> None:
+def test_positions_within_a_cached_prefix_are_reported_as_not_computed(engine: Engine) -> None:
     engine.add("a", claims([3, 4, 5], 7, [0, 0, 0]), cached=3)
     engine.step(a=2)
     assert not_computed(engine.rows("a")).tolist() == [True, False, False]

@@ -147,7 +147,7 @@ async def test_all_processes_of_a_run_find_its_daemon(
     assert notes(daemon_notes)[2:] == ["quit"]
 
 
-async def test_a_machine_without_mps_is_told_what_is_missing(tmp_path: Path) -> None:
+async def test_without_mps_the_missing_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"launch.mps needs {CONTROL}.*leave launch.mps out"):
         async with mps_daemon({"PATH": str(tmp_path)}, tmp_path / "mps.log"):
             pass

@@ -267,7 +267,7 @@ async def test_neighbours_alone_are_enough_when_the_origin_is_gone() -> None:
 
 
 @on_virtual_time
-async def test_a_full_store_is_told_as_what_it_is() -> None:
+async def test_a_full_store_is_named_as_the_cause() -> None:
     chunks = payload(4)
     async with ExchangeNetwork() as world:
         origin = world.add("origin")

@@ -234,7 +234,7 @@ def opened(sealed: bytes) -> tuple[int, int, bool]:
     return body.term, body.version, body.complete
 
 
-async def test_the_latest_is_told_and_nothing_twice() -> None:
+async def test_only_the_latest_holding_is_published_and_nothing_twice() -> None:
     own = HoldingsAnnouncer(ME, RUN)
     own.tell(0, 0, False)
     assert opened(await own.take()) == (0, 0, False)

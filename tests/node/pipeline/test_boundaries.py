@@ -21,7 +21,7 @@ def trail(stages: int, rows: int) -> bytes:
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("count", [1, 2, 15])
-def test_what_every_stage_said_lies_in_their_order(rows: int, count: int) -> None:
+def test_fingerprints_lie_in_the_order_of_the_stages(rows: int, count: int) -> None:
     found = trail(count, rows)
     check(found, rows, count)
     assert found == b"".join(own(stage, rows) for stage in range(count))

@@ -70,13 +70,13 @@ def test_tensors_are_aligned_whatever_is_before_them(length: int) -> None:
     assert fields_of(found) == fields_of(step(1, 1, body=bytes(length)))
 
 
-def test_a_tensor_that_is_no_block_of_memory_is_said_rightly() -> None:
+def test_a_tensor_that_is_not_contiguous_is_encoded_right() -> None:
     tensor = np.arange(12, dtype=np.float32).reshape(3, 4).T
     found = read(wire(Frame(Kind.STEP, 1, 1, b"", (tensor,))))
     assert np.array_equal(found.tensors[0], tensor)
 
 
-def test_what_is_larger_than_the_plan_needs_is_refused_before_it_is_read() -> None:
+def test_frames_larger_than_the_plan_needs_are_refused_before_they_are_read() -> None:
     too_long = np.zeros((LIMITS.tensors // 4 + 1,), np.float32)
     for frame in (
         Frame(Kind.STEP, 1, 1, bytes(LIMITS.body + 1)),
@@ -125,7 +125,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_is_no_head_is_refused(name: str) -> None:
+def test_malformed_frame_heads_are_refused(name: str) -> None:
     with pytest.raises(RemoteProtocolError):
         read_head(HEADS[name], LIMITS)
 

@@ -100,7 +100,7 @@ async def test_a_process_that_connects_while_the_end_closes_is_let_go(
             assert await asyncio.to_thread(other.recv, 1) == b""
 
 
-async def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
+async def test_a_path_that_is_too_long_for_a_socket_is_named(tmp_path: Path) -> None:
     with pytest.raises(NodeError, match="shorter"):
         async with LocalLink(tmp_path / ("x" * 120), LIMITS):
             pass

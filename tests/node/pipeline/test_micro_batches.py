@@ -128,7 +128,7 @@ def test_a_pipeline_that_gets_faster_has_fewer_in_flight_again() -> None:
     assert made.lanes == 2
 
 
-def test_the_share_of_the_time_in_which_the_slowest_stage_waits_is_told() -> None:
+def test_the_share_of_the_time_in_which_the_slowest_stage_waits_is_measured() -> None:
     pace = MicroBatches(4)
     assert pace.stall_share == 0.0
     for number in range(8):

@@ -270,7 +270,7 @@ async def test_ranks_that_die_again_and_again_end_the_run(make: Any) -> None:
     assert len(backends.made) == 1 + TRAINING.fsdp.max_restarts
 
 
-async def test_a_directory_is_used_once_unless_it_is_said(make: Any) -> None:
+async def test_a_directory_is_used_once_unless_the_command_says_otherwise(make: Any) -> None:
     backends = Backends()
     await sft(make(max_steps=1), watch=quiet, factories=backends.factories())
     with pytest.raises(UsageError, match="--resume, --clean"):
@@ -386,7 +386,7 @@ async def test_a_run_with_one_skipped_step_counts_it_and_exports(make: Any) -> N
     )
 
 
-async def test_nothing_to_learn_from_is_said(make: Any) -> None:
+async def test_a_run_without_data_names_the_key_to_set(make: Any) -> None:
     with pytest.raises(UsageError, match=r"--data\.files"):
         await sft(make(data={}), watch=quiet, factories=Backends().factories())
 

@@ -201,7 +201,7 @@ async def test_a_plan_that_is_void_is_waited_out(tmp_path: Path) -> None:
             assert after.plan.stages[1].node == node(3)
 
 
-async def test_a_node_that_is_wanted_no_more_is_told_why(tmp_path: Path) -> None:
+async def test_a_node_that_is_sent_away_learns_why(tmp_path: Path) -> None:
     async with net(tmp_path) as world:
         world.world.refused[node(1)] = "false work"
         with pytest.raises(NodeError, match="false work"):
