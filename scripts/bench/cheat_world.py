@@ -22,10 +22,11 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample
-from primerl.node.verification.auditor import Auditor, LocalAudits
+from primerl.node.verification.auditor import Auditor
 from primerl.node.verification.calibration import trial_run
 from primerl.node.verification.duplicates import CopyDetector
-from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
+from primerl.node.verification.local_audits import LocalAudits
+from primerl.node.verification.verdict import ReceivedSubmission, Verified, refuse_all
 from primerl.node.weights.state import State
 from primerl.node.worker.rollouts import rollout_record
 from primerl.protocol.errors import Reason, RemoteProtocolError
@@ -41,6 +42,7 @@ from primerl.protocol.rollouts import (
 )
 from primerl.scripts.bench.trained_model import Corpus, Trained, policy_updates, stop_token
 from primerl.tests.support.counting_environment import CountingEnvironment, even_share
+from primerl.tests.support.listed_verifier import ListedVerifier
 
 if TYPE_CHECKING:
     from primerl.node.inference.model import LanguageModel
@@ -358,7 +360,7 @@ class Court:
     def __init__(self, world: World, auditor: Auditor) -> None:
         """`auditor` is started."""
         self._world = world
-        self._verifier = Verifier(
+        self._verifier = ListedVerifier(
             world.run_id,
             world.run,
             [world.environment],

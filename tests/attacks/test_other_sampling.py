@@ -16,8 +16,8 @@ from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.verification.auditor import AuditItem, audit_terms, evidence
 from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.judge import first_above, judge
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.judgement import first_above, judge
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.protocol.errors import Reason
 
 
@@ -95,9 +95,9 @@ async def test_only_rollouts_of_the_runs_quantization_pass_an_audit(
             run.proofs, quantization=wanted, reject=reject, suspect=suspect, bounds="fixed"
         )
         run = structs.replace(run, proofs=proofs)
-        replay = Replay(audit_terms(tmp_path, run, "cpu"))
+        prefill = PrefillAudit(audit_terms(tmp_path, run, "cpu"))
         for name, items in played.items():
-            seen = measured(replay.measure(items, {OWN: state}))
+            seen = measured(prefill.measure(items, {OWN: state}))
             rollout = CheckedRollout(0, 0, [], 0.0)
             verdicts = [judge(evidence(rollout, [one]), proofs) for one in seen]
             rejected = sum(one.reason is not None for one in verdicts)

@@ -288,7 +288,7 @@ REPORT = audits.AuditReport(
     job=7,
     submission=SUBMITTED,
     challenge=digest(b"challenge"),
-    measured=(audits.MeasuredRow(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
+    measured=(rollouts.Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
     unreadable=(audits.UnreadableRow(1, 1, True, "cut short"),),
     failed="",
 )
