@@ -125,7 +125,7 @@ async def test_contributors_that_play_the_cheap_environment_alone_do_not_move_th
                 Contributor(swarm, f"cheap {number}", environments=(0,))
             )
             await rogue.hello()
-            task = asyncio.create_task(rogue.work_on())
+            task = asyncio.create_task(rogue.work_at_pace_of("honest"))
             stack.callback(task.cancel)
         version = (await swarm.trainer.status())["version"]
         await swarm.wait_step(version + 8, SOON)
