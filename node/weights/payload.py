@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def layout_of(state: State) -> list[Layout]:
-    """The layout of a state, by name."""
+    """Return the layout of a state, by name."""
     return [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(state.items())]
 
 
@@ -201,20 +201,20 @@ def cut(payload: Iterator[bytes], largest: int) -> Iterator[bytes]:
     """
     if not 0 < largest <= MAX_CHUNK:
         raise ValueError(f"chunk size {largest} is not in 1..{MAX_CHUNK}")
-    held = bytearray()
+    buffer = bytearray()
     total = 0
     for part in payload:
-        held += part
-        while len(held) >= (size := _chunk_size(total, largest)):
-            yield bytes(held[:size])
-            del held[:size]
+        buffer += part
+        while len(buffer) >= (size := _chunk_size(total, largest)):
+            yield bytes(buffer[:size])
+            del buffer[:size]
             total += size
-    if held:
-        yield bytes(held)
+    if buffer:
+        yield bytes(buffer)
 
 
 def _chunk_size(total: int, largest: int) -> int:
-    """Bytes of the chunk after `total` bytes."""
+    """Return the bytes of the chunk after `total` bytes."""
     return min(largest, max(MIN_CHUNK, total // CHUNK_SHARE))
 
 
@@ -222,12 +222,12 @@ def _chunk_size(total: int, largest: int) -> int:
 
 
 def everything(names: Collection[str]) -> AbstractSet[str]:
-    """The share of a node that holds all tensors."""
+    """Return the share of a node that holds all tensors."""
     return frozenset(names)
 
 
 def wanted_of(tensors: Sequence[TensorInfo], share: TensorShare) -> AbstractSet[str]:
-    """Names of the manifest's tensors that `share` wants."""
+    """Return the names of the manifest's tensors that `share` wants."""
     names = [info.name for info in tensors]
     return share(names) & frozenset(names)
 
@@ -240,7 +240,7 @@ class NeededChunks:
         self._known = RecentDict[tuple[bytes, Artifact], tuple[ChunkRef, ...]](MAX_REMEMBERED)
 
     def __call__(self, manifest: PolicyManifest, artifact: Artifact) -> tuple[ChunkRef, ...]:
-        """The chunks needed of an artifact that reaches `manifest`. Raises CodecError."""
+        """Return the chunks needed of an artifact that reaches `manifest`. Raises CodecError."""
         if not artifact.offsets or self._share is everything:
             return artifact.chunks
         key = (manifest.state, artifact)
@@ -278,7 +278,7 @@ def part_of(
         yield from chunks
         return
     kind = FULL if artifact.kind == "anchor" else DELTA
-    yield header(kind, [one for one in layout if one[0] in wanted])
+    yield header(kind, [tensor for tensor in layout if tensor[0] in wanted])
     if artifact.offsets:
         yield from _cut_out(artifact, _spans(artifact, layout, wanted), chunks)
     else:
@@ -292,19 +292,19 @@ def _all(tensors: Sequence[TensorInfo], wanted: AbstractSet[str]) -> bool:
 def _spans(
     artifact: Artifact, layout: Sequence[Layout], wanted: AbstractSet[str]
 ) -> list[tuple[int, int]]:
-    """Byte ranges of the wanted tensors in the payload; adjacent ones joined, none empty."""
-    found: list[tuple[int, int]] = []
+    """Return the byte ranges of the wanted tensors in the payload; adjacent ones joined, none empty."""
+    spans: list[tuple[int, int]] = []
     for (name, _, _), (start, end) in zip(layout, _regions(artifact, len(layout)), strict=True):
         if name not in wanted or start == end:
             continue
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, end))
-    return found
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, end))
+    return spans
 
 
 def _touched(artifact: Artifact, spans: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Numbers of the chunks with a byte in one of `spans`."""
+    """Return the numbers of the chunks with a byte in one of `spans`."""
     rest = iter(spans)
     span = next(rest, None)
     ends = accumulate(chunk.size for chunk in artifact.chunks)

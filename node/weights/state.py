@@ -63,7 +63,7 @@ def floats(tensor: Tensor) -> NDArray[Any]:
 
 
 def numel(shape: Iterable[int]) -> int:
-    """Number of elements of a shape."""
+    """Count the elements of a shape."""
     count = 1
     for size in shape:
         count *= size
@@ -71,7 +71,7 @@ def numel(shape: Iterable[int]) -> int:
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """BLAKE3 over dtype, shape and the little-endian bits."""
+    """Compute BLAKE3 over dtype, shape and the little-endian bits."""
     header = f"{tensor.dtype}{list(tensor.shape)}".encode()
     return digest_parts(
         [
@@ -83,7 +83,7 @@ def tensor_digest(tensor: Tensor) -> bytes:
 
 
 def state_digest(tensors: Mapping[str, bytes]) -> bytes:
-    """BLAKE3 over the sorted (name, tensor digest) pairs; `tensors` maps name to tensor digest."""
+    """Compute BLAKE3 over the sorted (name, tensor digest) pairs; `tensors` maps name to tensor digest."""
     parts: list[bytes] = []
     for name in sorted(tensors):
         encoded = name.encode()
@@ -97,7 +97,7 @@ def digests(state: State) -> dict[str, bytes]:
 
 
 def state_bytes(state: State) -> int:
-    """Bytes of all elements of `state`."""
+    """Count the bytes of all elements of `state`."""
     return sum(tensor.data.nbytes for tensor in state.values())
 
 
@@ -144,11 +144,11 @@ class PendingChanges:
         return self._changed
 
 
-def _union(held: Changed, name: str, more: Changed) -> NDArray[np.int64] | None:
+def _union(changed: Changed, name: str, more: Changed) -> NDArray[np.int64] | None:
     added = more[name]
-    if name not in held:
+    if name not in changed:
         return added
-    before = held[name]
+    before = changed[name]
     return None if before is None or added is None else _merge(before, added)
 
 
