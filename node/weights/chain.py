@@ -15,7 +15,7 @@ NOTHING = -1
 Step = tuple[int, Artifact]
 """A version, and the artifact that reaches it."""
 Needs = Callable[[PolicyManifest, Artifact], Sequence[ChunkRef]]
-"""Selects the chunks of an artifact that have to be fetched for the manifest's version."""
+"""Select the chunks of an artifact that have to be fetched for the manifest's version."""
 _Route = tuple[int, int, tuple[Step, ...]]
 """Bytes to fetch, steps, and the steps themselves; compares by the first two."""
 
@@ -32,10 +32,10 @@ class VersionChain:
         self._manifests: dict[int, PolicyManifest] = {}
 
     def add(self, manifest: PolicyManifest) -> None:
-        """Learn of a version; the caller has checked its signature.
+        """Add a version; the caller has checked its signature.
 
-        Raises WeightsError if the version is known with another state: rewind() first, if the
-        trainer's head says that it went back.
+        Raises WeightsError if the version is known with another state: call rewind() first, if the trainer's
+        head says that it went back.
         """
         known = self._manifests.get(manifest.version)
         if known is not None and known.state != manifest.state:
@@ -66,9 +66,9 @@ class VersionChain:
     ) -> list[Step]:
         """Plan the steps to `target_version` that fetch the fewest bytes, then the fewest steps.
 
-        They start from the held state (`have_version` NOTHING: none is) or from a snapshot. Empty if the
-        target is held. Only chunks in `needs` of an artifact cost anything, and none with a digest in
-        `stored`. Raises NoPath, and the errors of `needs`.
+        They start from the present state (`have_version` NOTHING: there is none) or from a snapshot. Empty if
+        the target is already here. Only chunks in `needs` of an artifact cost anything, and none with a digest
+        in `stored`. Raises NoPath, and the errors of `needs`.
         """
         start = None if have_version == NOTHING else (have_version, have_state)
         route = self._cheapest(start, target_version, self._manifests.keys(), stored, needs)
@@ -82,7 +82,7 @@ class VersionChain:
     def gap(self, base: int, below: int) -> int | None:
         """Return the newest known version before `below`, or `base`, whose successor is not known.
 
-        None if there is none: then no manifest is missing on the way from the held version.
+        None if there is no such version: then no manifest is missing on the way from `base`.
         """
         known = {base, *self._manifests} - {NOTHING}
         return max((v for v in known if v < below and v + 1 not in self._manifests), default=None)
@@ -90,9 +90,9 @@ class VersionChain:
     def live(self, keep: int) -> list[Step]:
         """List the artifacts that must stay so that each of the `keep` newest versions can be reached.
 
-        For each of them the chain from the newest snapshot at or before it, for nodes that hold
-        nothing, and its own artifacts, for nodes that follow; thus deltas stay even where the
-        snapshot before them is not known.
+        These are, for each version, the chain from the newest snapshot at or before it, for nodes that hold
+        nothing, and its own artifacts, for nodes that follow: so deltas stay even where the snapshot before
+        them is not known.
         """
         if keep < 1:
             raise ValueError("keep at least the newest version")

@@ -46,19 +46,17 @@ CODEC = "planes/3"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""
 
 HUGE_PAGE = 1 << 21
-"""Bytes. A tensor that begins on its edge has a hundredth of the page faults, which take longer than
-decoding a few changes; the memory before it is never touched and takes none."""
+"""Alignment in bytes of large tensors, a huge page: with it writing a tensor causes a hundredth of the page
+faults, which take longer than decoding a few changes. The memory before it is never touched and takes none."""
 
 MANY_CHANGED = 8
 """A tensor with more than one changed element in this many counts as changed everywhere."""
 
 LARGE = 4 * HUGE_PAGE
-"""Bytes from which the memory of a tensor that is gone is kept for the next version.
-
-New pages are zeroed first, which takes a quarter of the time of an update.
-"""
+"""Bytes from which the memory of a discarded tensor is kept for the next version: new pages are zeroed first,
+which takes a quarter of the time of an update."""
 _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
-"""Memory of tensors that are gone, by its size; a node holds as much as of two versions at once."""
+"""Memory of discarded tensors, by size; a node holds at most that of two versions at a time."""
 
 NONE = np.empty(0, np.int64)
 """No positions."""

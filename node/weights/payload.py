@@ -33,7 +33,7 @@ MIN_CHUNK = 128 * KIB
 CHUNK_SHARE = 64
 """A chunk is about a 64th of the bytes before it."""
 MAX_REMEMBERED = 256
-"""Artifacts whose chunks NeededChunks remembers."""
+"""Most artifacts whose chunks NeededChunks remembers."""
 
 _HEADER = struct.Struct("<4sB16s")
 HEADER_BYTES = _HEADER.size
@@ -100,7 +100,7 @@ def ordered(
 
 
 class PayloadReader:
-    """Reads header and blocks from chunks of any size, without copying where one chunk has it all."""
+    """Read header and blocks from chunks of any size, without copying if one chunk has all of a block."""
 
     def __init__(self, payload: Payload) -> None:
         whole = isinstance(payload, bytes | bytearray | memoryview)
@@ -140,7 +140,7 @@ class PayloadReader:
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
     def _refill(self) -> bool:
-        """Go on to the next chunk with bytes; False at the end."""
+        """Move to the next chunk with bytes; False at the end."""
         for chunk in self._chunks:
             if len(chunk):
                 self._chunk = memoryview(chunk)
@@ -152,7 +152,7 @@ class PayloadReader:
 
 
 class Offsets:
-    """Records where each tensor begins in a payload while it is encoded, block by block."""
+    """Record where each tensor begins in a payload while it is encoded, block by block."""
 
     def __init__(self, layout: Sequence[Layout]) -> None:
         """`layout` of the state, by name."""
@@ -233,7 +233,7 @@ def wanted_of(tensors: Sequence[TensorInfo], share: TensorShare) -> AbstractSet[
 
 
 class NeededChunks:
-    """Remembers chunks_for() of one share, which planning asks for again and again."""
+    """Remember chunks_for() of one share, which planning asks for again and again."""
 
     def __init__(self, share: TensorShare) -> None:
         self._share = share

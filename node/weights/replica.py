@@ -1,7 +1,7 @@
 """The policy that this node holds, or its share of it, kept equal to the trainer's bit for bit.
 
 A state becomes the held one only after every tensor in it was hashed and equals the digest in the signed
-manifest; until commit() nothing that is held changes.
+manifest; until commit() nothing changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,11 +31,11 @@ class Policy:
 
     version: int
     state: State
-    """Only the tensors of the share that is held."""
+    """Only the tensors of the node's share."""
     digests: Mapping[str, bytes]
     digest: bytes
-    """Digest of all tensors of the version, held or not: the manifest's digests of those that are not held
-    complete it."""
+    """Digest of all tensors of the version: the manifest's digests stand for those that are not in the share.
+    """
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
 def prove(version: int, state: State, *, known: Policy = EMPTY, threads: int = 1) -> Policy:
     """Hash `state`, for the trainer, which made it, or to compare with a manifest's base state.
 
-    Tensors that are the very objects of `known` are not hashed again.
+    Tensors that are the same objects as in `known` are not hashed again.
     """
     hashes = _digests(state, known, {}, threads)
     return Policy(version, state, hashes, state_digest(hashes))
 
 
 class WeightReplica:
-    """Holds one policy; prepare() the next beside it, commit() to swap."""
+    """Hold one policy; prepare() the next beside it, commit() to swap."""
 
     def __init__(
         self, policy: Policy = EMPTY, *, threads: int = 1, share: TensorShare = everything
@@ -74,16 +74,16 @@ class WeightReplica:
 
     @property
     def policy(self) -> Policy:
-        """The policy that is held."""
+        """The policy held now."""
         return self._policy
 
     def prepare(
         self, manifest: PolicyManifest, artifact: Artifact, payload: bytes | Iterable[bytes]
     ) -> PreparedPolicy:
-        """Decode `payload` into a copy and prove it. Nothing that is held changes.
+        """Decode `payload` into a copy and prove it; the held policy does not change.
 
-        Of a share `payload` is the chunks that chunks_for() names. Blocks for as long as decoding and
-        hashing take. Raises CodecError, WrongBase or DigestMismatch.
+        For a share, `payload` is the chunks that chunks_for() names. Blocks for as long as decoding and hashing
+        take. Raises CodecError, WrongBase or DigestMismatch.
         """
         current = self._policy
         if artifact.codec != CODEC:
@@ -132,7 +132,7 @@ class WeightReplica:
 def _digests(
     state: State, current: Policy, known: Mapping[str, bytes], threads: int
 ) -> dict[str, bytes]:
-    """Return the digest of every tensor: those in `known` and of objects that `current` consists of are not
+    """Return the digest of every tensor; those in `known`, and of tensors that `current` has too, are not
     computed again."""
     digests = {
         name: current.digests[name] for name in state if state[name] is current.state.get(name)

@@ -102,7 +102,7 @@ def state_bytes(state: State) -> int:
 
 
 MEMORY_THREADS = 8
-"""Threads that copy, hash, compare and merge states; more wait for memory."""
+"""Threads that copy, hash, compare and merge states; more would wait for memory."""
 
 
 def memory_threads() -> int:
@@ -111,7 +111,7 @@ def memory_threads() -> int:
 
 
 class PendingChanges:
-    """Sums up over several steps where a state differs from the one that an engine holds.
+    """Collect, over several steps, where a state may differ from the one that an engine holds.
 
     Too much is safe (the values are taken from the new state), too little never is: elements not known to be
     unchanged count as changed. Starts with everything.
@@ -140,7 +140,7 @@ class PendingChanges:
 
     @property
     def changed(self) -> Changed | None:
-        """Changes to write, or None: everything."""
+        """Return the changes to write; None: everything."""
         return self._changed
 
 
@@ -168,7 +168,7 @@ class CodecError(WeightsError):
 
 
 class WrongBase(WeightsError):
-    """The delta belongs on another state; fetch a snapshot or the missing deltas."""
+    """The delta is for another state; fetch a snapshot or the missing deltas."""
 
 
 class DigestMismatch(WeightsError):

@@ -33,7 +33,8 @@ class Edit(NamedTuple):
 
 
 Patch = Mapping[str, "Tensor | Edit"]
-"""Makes a state of the next newer one: name -> whole tensor, or its difference. Other tensors are equal."""
+"""What makes a state from the next newer one: name -> whole tensor, or its difference. Other tensors are equal.
+"""
 
 
 class HeldState(Mapping[str, Tensor]):
@@ -60,12 +61,12 @@ class HeldState(Mapping[str, Tensor]):
         return not isinstance(self._stored, tuple)
 
     def precede(self, newer: "HeldState") -> None:
-        """Take note of the version that follows."""
+        """Set the version that follows."""
         self.newer = newer
         newer._older = weakref.ref(self)
 
     def shrink(self) -> None:
-        """Hold from now on only the differences from the next version, which is whole."""
+        """From now on hold only the differences from the next version, which is whole."""
         newer, whole = self.newer, self._stored
         assert newer is not None
         assert not isinstance(whole, tuple)
