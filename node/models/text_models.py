@@ -154,7 +154,7 @@ def _key(directory: Path, weights: list[Path]) -> str:
     from .model_files import contract_files
 
     files = sorted({*weights, *(directory / name for name in contract_files(directory))})
-    stats = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = json.dumps([str(directory.absolute()), stats]).encode()
     config = (directory / "config.json").read_bytes()
     return hashlib.sha256(FORMAT + parts + config).hexdigest()[:16]
