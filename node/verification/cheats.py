@@ -19,7 +19,7 @@ from ..models.support import pack_support
 from ..weights.state import State, Tensor, floats
 from .auditor import AuditItem, AuditTarget, SampledSpan
 from .bounds import SUSPECT, at_least
-from .judge import judge
+from .judgement import judge
 
 if TYPE_CHECKING:
     from torch import Tensor as TorchTensor

@@ -32,7 +32,7 @@ from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evid
 from primerl.node.verification.bounds import BUILT_IN, bands
 from primerl.node.verification.cheats import BATCH, WANTED, batches_caught
 from primerl.node.verification.checks import CheckedRollout, CheckedSubmission, check_submission
-from primerl.node.verification.judge import Judgement, judge
+from primerl.node.verification.judgement import Judgement, judge
 from primerl.node.verification.measures import drawn_tokens
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.protocol.errors import Reason

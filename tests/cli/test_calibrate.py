@@ -7,7 +7,6 @@ import pytest
 
 from primerl.cli import calibrate
 from primerl.node.config.run import RunConfig
-from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import BUILT_IN, FalsePositives, read_calibration
 from primerl.node.verification.calibration import (
     CalibrationReport,
@@ -15,6 +14,7 @@ from primerl.node.verification.calibration import (
     EngineNoise,
 )
 from primerl.node.verification.cheats import Separated
+from primerl.protocol.rollouts import MEASURES
 
 from .conftest import Cli
 

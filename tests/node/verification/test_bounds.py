@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from primerl.node.config.run import RunConfig
 from primerl.node.errors import UsageError
-from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import (
     BEYOND,
     BUILT_IN,
@@ -36,9 +35,9 @@ from primerl.node.verification.cheats import (
     nudged,
     separate,
 )
-from primerl.node.verification.judge import judge
+from primerl.node.verification.judgement import judge
 from primerl.node.weights.state import Tensor
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import MEASURES, Evidence
 
 CONTRACT = proof_contract(RunConfig(), "")
 
