@@ -114,7 +114,7 @@ FAULTS = (
     Fault(
         "what a sequence computes again is found by others",
         "node/inference/vllm_scheduler.py",
-        "if request.num_preemptions and found[1] < had:",
+        "if request.num_preemptions and blocks[1] < had:",
         "if False:",
         ("test_a_request_that_lost_a_block_computes_all_anew_and_no_other_finds_it",),
     ),
@@ -200,14 +200,14 @@ FAULTS = (
     Fault(
         "a replayed state is not compared with the signed one",
         "node/app/replay.py",
-        "if made.digest == head.state:",
+        "if policy.digest == head.state:",
         "if True:",
         ("test_a_changed_rollout_is_found_at_its_step",),
     ),
     Fault(
         "advantages of a replayed step are not made of its rewards",
         "node/app/replay.py",
-        "if one.advantage != sample.advantage:",
+        "if rollout.advantage != sample.advantage:",
         "if False:",
         ("test_a_changed_rollout_is_found_at_its_step",),
     ),
@@ -443,8 +443,8 @@ FAULTS = (
     Fault(
         "an engine hangs while its node stands still",
         "node/inference/hosted.py",
-        "silence = min((min(one.silent_s, one.missed_s) for one in children), default=0.0)",
-        "silence = min((one.silent_s for one in children), default=0.0)",
+        "silence = min((min(child.silent_s, child.missed_s) for child in children), default=0.0)",
+        "silence = min((child.silent_s for child in children), default=0.0)",
         (
             "test_an_engine_that_gives_no_sign_of_life_is_reported_to_hang_and_one_whose_node_stood_still_is_not",
         ),
@@ -509,8 +509,8 @@ FAULTS = (
     Fault(
         "bound on the states kept for audits is dropped",
         "node/weights/state_history.py",
-        "self._held = {number: held[number] for number in sorted(held)[-self._keep :]}",
-        "self._held = {number: held[number] for number in sorted(held)}",
+        "self._held = {number: states[number] for number in sorted(states)[-self._keep :]}",
+        "self._held = {number: states[number] for number in sorted(states)}",
         ("test_only_the_newest_states_stay_in_memory",),
     ),
     Fault(
@@ -596,8 +596,8 @@ FAULTS = (
     Fault(
         "loss is normalised by the tokens of one rank",
         "node/training/packing.py",
-        "return sum(_drawn(one) for one in self._samples if not one.given)",
-        "return sum(_drawn(one) for row in self.dealt[0] for one in row if not one.given)",
+        "return sum(_drawn(sample) for sample in self._samples if not sample.given)",
+        "return sum(_drawn(sample) for row in self.dealt[0] for sample in row if not sample.given)",
         ("test_every_fitting_sample_is_in_exactly_one_row_whole",),
     ),
     Fault(
@@ -624,8 +624,8 @@ FAULTS = (
     Fault(
         "a key of config.json with which training differs is accepted",
         "node/training/parity.py",
-        "if found <= NATS:",
-        "if found <= 1e9:",
+        "if largest <= NATS:",
+        "if largest <= 1e9:",
         ("test_a_key_that_makes_training_differ_is_refused_by_name",),
     ),
     Fault(
@@ -653,7 +653,7 @@ FAULTS = (
     Fault(
         "draft is drawn with the noise of another position",
         "node/inference/vllm_sampling.py",
-        "drafting.positions.add_(drawn)",
+        "drafting.positions.add_(counts)",
         "pass",
         ("test_a_drafter_with_the_models_own_logits_drafts_the_sampled_tokens",),
     ),
@@ -896,7 +896,7 @@ FAULTS = (
     Fault(
         "delta is applied to the wrong base",
         "node/weights/replica.py",
-        "if artifact.base_state != held.digest:",
+        "if artifact.base_state != current.digest:",
         "if False:",
         ("test_delta_on_another_base_is_refused",),
     ),
@@ -1096,7 +1096,7 @@ FAULTS = (
     Fault(
         "a source that gave nothing ends the lines at those that did",
         "node/p2p/download_state.py",
-        "rivals = [one for one in others if self._has_delivered(one.source) or not proven]",
+        "rivals = [other for other in others if self._has_delivered(other.source) or not proven]",
         "rivals = others",
         ("test_a_source_that_gave_nothing_yet_keeps_no_chunk_from_one_that_did",),
     ),
@@ -1201,7 +1201,7 @@ FAULTS = (
     Fault(
         "uploads that broke off make no room",
         "node/p2p/uploads.py",
-        "broken = [(one.touched, name) for name, one in kept if one.stream is None]",
+        "broken = [(upload.touched, name) for name, upload in partials if upload.stream is None]",
         "broken = []",
         ("test_uploads_that_broke_off_keep_no_peer_from_sending_others",),
     ),
@@ -1396,8 +1396,8 @@ FAULTS = (
     Fault(
         "the embedded engine serves temperatures that vLLM does not",
         "node/api/completions.py",
-        "return max(asked, LOWEST_TEMPERATURE) if asked else 0.0",
-        "return asked",
+        "return max(temperature, LOWEST_TEMPERATURE) if temperature else 0.0",
+        "return temperature",
         ("test_a_temperature_next_to_zero_is_drawn_as_vllm_draws_it",),
     ),
     Fault(
@@ -1664,7 +1664,7 @@ FAULTS = (
     Fault(
         "a toolset that cannot be checked is played like any other",
         "node/environments/tools.py",
-        "if deterministic and not getattr(one, DETERMINISTIC, True):",
+        "if deterministic and not getattr(toolset, DETERMINISTIC, True):",
         "if False:",
         ("test_tools_that_cannot_be_called_or_checked_are_refused_at_the_start",),
     ),
@@ -1795,7 +1795,7 @@ FAULTS = (
     Fault(
         "ledger is opened without SQLite's check",
         "node/storage/ledger.py",
-        'if found != "ok":',
+        'if result != "ok":',
         "if False:",
         ("test_a_ledger_whose_rows_and_indices_differ_is_refused_with_what_to_do",),
     ),

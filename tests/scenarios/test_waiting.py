@@ -175,7 +175,7 @@ async def test_a_worker_that_is_leased_nothing_says_why(tmp_path: Path, model_di
     async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=1000) as swarm:
         await swarm.start_trainer()
         worker = swarm.add_worker("w")
-        await says(worker, "no work is leased: all that may be generated now is leased, or waits")
+        await says(worker, "no work is leased: enough work is out for the next steps")
         fakes.go.set()
         await swarm.wait_step(1)
 

@@ -51,18 +51,18 @@ class Clever:
         self.asked: list[TurnRequest] = []
         self.running = self.most = 0
 
-    async def reply(self, asked: TurnRequest) -> SampledTurn:
+    async def reply(self, request: TurnRequest) -> SampledTurn:
         """See PolicyClient."""
-        self.asked.append(asked)
+        self.asked.append(request)
         if len(self.asked) in self.fails:
             raise self.error or PlayFailed("no mood")
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0)
         self.running -= 1
-        number = asked.prompt[-1] + (asked.seed + 1) % 2
-        ids = [number, STOP] if asked.seed % 5 else [number] * 4
-        finish = "stop" if asked.seed % 5 else "length"
+        number = request.prompt[-1] + (request.seed + 1) % 2
+        ids = [number, STOP] if request.seed % 5 else [number] * 4
+        finish = "stop" if request.seed % 5 else "length"
         return SampledTurn(Completion(ids, [0.0] * len(ids), finish, 0, 0), 10, len(ids))
 
     def text(self, ids: Sequence[int]) -> str:

@@ -127,7 +127,7 @@ def test_what_is_not_learned_from_is_kept_with_its_reason(tmp_path: Path, model_
     rows = files(tmp_path).read(2)
     assert places(rows[:2]) == [(0, 0, "unused", "stale"), (0, 1, "unused", "stale")]
     assert places(rows[2:]) == [
-        (1, 0, "unused", "thin"),
+        (1, 0, "unused", "too_few"),
         *((1, index, "rejected", "bad_reward") for index in range(1, LEASE.group_size)),
     ]
     assert rows[3].detail == "claimed 1, recomputed 0"

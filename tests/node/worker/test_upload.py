@@ -81,7 +81,7 @@ class UploadBench:
                 await task
 
     def empty(self) -> bool:
-        return not self.spool.leases() and not self.ledger.spooled()
+        return not self.spool.leases() and not self.ledger.queued_uploads()
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ async def test_what_was_put_is_on_the_disk_and_held_until_the_receipt_is_here(
     async with world.running():
         (lease,) = leases(1)
         await world.spool.put(lease, work(lease))
-        assert [row[1] for row in ledger.spooled()] == [lease.lease_id]
+        assert [row[1] for row in ledger.queued_uploads()] == [lease.lease_id]
         await until(lambda: world.trainer.now == 1)
         assert world.spool.leases() == {lease.lease_id}
         world.trainer.open.set()
@@ -194,11 +194,11 @@ class SlowDisk(Ledger):
     ready: threading.Event
     begun: threading.Event
 
-    def spool(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
+    def queue_upload(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
         self.begun.set()
         if not self.ready.wait(60.0):
             raise StorageError("nobody let the disk go: the event loop waits for it")
-        super().spool(digest, lease_id, deadline, sealed)
+        super().queue_upload(digest, lease_id, deadline, sealed)
 
 
 @pytest.fixture
@@ -231,5 +231,5 @@ async def test_closing_waits_for_what_is_being_written(slow: SlowDisk, tmp_path:
         threading.Timer(0.05, slow.ready.set).start()
     slow.close()
     again = Ledger(tmp_path / "ledger.db", fsync=False)
-    assert [row[1] for row in again.spooled()] == [lease.lease_id]
+    assert [row[1] for row in again.queued_uploads()] == [lease.lease_id]
     again.close()
