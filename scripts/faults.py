@@ -809,15 +809,15 @@ FAULTS = (
     Fault(
         "a rollout of exactly the reward of success is unsolved",
         "node/evaluation/statistics.py",
-        "solved = [sum(not one.error and one.reward >= success for one in group) for group in groups]",
-        "solved = [sum(not one.error and one.reward > success for one in group) for group in groups]",
+        "sum(not rollout.error and rollout.reward >= success for rollout in group)",
+        "sum(not rollout.error and rollout.reward > success for rollout in group)",
         ("test_success_is_a_threshold_of_the_reward",),
     ),
     Fault(
         "a failed rollout with a reward counts as solved",
         "node/evaluation/statistics.py",
-        "solved = [sum(not one.error and one.reward >= success for one in group) for group in groups]",
-        "solved = [sum(one.reward >= success for one in group) for group in groups]",
+        "sum(not rollout.error and rollout.reward >= success for rollout in group)",
+        "sum(rollout.reward >= success for rollout in group)",
         ("test_a_failed_rollout_counts_as_unsolved_and_says_why",),
     ),
     Fault(
@@ -852,8 +852,8 @@ FAULTS = (
     Fault(
         "replies of weight 0 are trained",
         "node/sft/rows.py",
-        'weights = [cast(Mapping[str, Any], one).get("weight") != 0 for one in cast(list[Any], value)]',
-        "weights = [True for _ in cast(list[Any], value)]",
+        'cast(Mapping[str, Any], message).get("weight") != 0 for message in cast(list[Any], value)',
+        "True for _ in cast(list[Any], value)",
         ("test_a_weight_of_0_makes_a_reply_context",),
     ),
     # -- cli
