@@ -4,7 +4,6 @@ The measurements of a setting can be written to disk: tables can be made of them
 """
 
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-sys.path.insert(
-    0, str(Path(__file__).parents[2] / "tests")
-)  # helpers import each other as `support`
 
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.hf import ComputeThread
@@ -28,9 +23,9 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import ProofContract, RunManifest
 from primerl.protocol.rollouts import Evidence
+from primerl.scripts.bench.cheat_book import Cheat, Work, honest_work
+from primerl.scripts.bench.cheat_world import GROUP_SIZE, Court, Groups, Outcome, Workshop, World
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
-from primerl.tests.attacks.cheat_book import Cheat, Work, honest_work
-from primerl.tests.attacks.cheat_world import GROUP_SIZE, Court, Groups, Outcome, Workshop, World
 
 Say = Callable[[str], None]
 

@@ -4,14 +4,19 @@ Every cheat is as clever as it can be beside what it does: a forger has the righ
 they would say.
 """
 
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.counting_environment import even_share
 
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.model import LanguageModel, ModelOutput
@@ -25,7 +30,6 @@ from primerl.protocol.rollouts import (
     pack_f32,
     unpack_f32,
 )
-from primerl.tests.support.counting_environment import even_share
 
 from .cheat_world import Groups, Sampler, Sent, Workshop
 

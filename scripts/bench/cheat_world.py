@@ -4,12 +4,15 @@ All is honest by default and made of production parts; a cheat (cheat_book.py) r
 """
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.counting_environment import CountingEnvironment, even_share
 from support.listed_verifier import ListedVerifier
 
 from primerl.crypto.hashing import derive
@@ -43,7 +46,6 @@ from primerl.protocol.rollouts import (
     unpack_u32,
 )
 from primerl.scripts.bench.trained_model import Corpus, Trained, policy_updates, stop_token
-from primerl.tests.support.counting_environment import CountingEnvironment, even_share
 
 if TYPE_CHECKING:
     from primerl.node.inference.model import LanguageModel
