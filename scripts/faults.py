@@ -1610,13 +1610,6 @@ FAULTS = (
         ),
     ),
     Fault(
-        "a measurement of noise looks for its engines when it needs them",
-        "cli/calibrate.py",
-        'check_present(config.engine.model_copy(update={"type": engine}))',
-        "pass",
-        ("test_a_vllm_that_is_needed_and_not_installed_is_named_before_anything_is_made",),
-    ),
-    Fault(
         "a port that is taken is found when the node begins",
         "cli/command.py",
         'if port.state == "problem":',

@@ -22,7 +22,15 @@ NEEDS_VLLM = pytest.mark.skipif(
 
 
 PARTS = {
-    *("cheats_measure", "children", "kernels", "models", "report", "trained_model"),
+    *(
+        "calibrate_cheats",
+        "cheats_measure",
+        "children",
+        "kernels",
+        "models",
+        "report",
+        "trained_model",
+    ),
     *("engine_alone", "pipeline_stage", "swarm_node", "swarm_shardcast_node", "worker_nodes"),
     *("swarm_links", "wan"),
 }
@@ -61,7 +69,7 @@ def bench(name: str, report: Path, *args: str, timeout: int = 280) -> dict[str, 
 
 
 QUICK = {
-    **dict.fromkeys(("audit", "boundaries", "cheats", "demo", "environments"), ()),
+    **dict.fromkeys(("audit", "boundaries", "calibrate", "cheats", "demo", "environments"), ()),
     **dict.fromkeys(("gpu_lora", "gpu_ranks", "help", "pipeline_encoding", "run", "update"), ()),
     "beside_learner": ("--ways", "idle", "process"),
     "codec": ("--synthetic",),

@@ -21,6 +21,7 @@ from ..errors import BETWEEN_PROBLEMS, UsageError
 from .evaluation import EvalConfig
 from .judge import JudgeRunConfig
 from .paths import expand_home
+from .removed import replacement
 from .run import JoinConfig, RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
@@ -401,6 +402,9 @@ def _explain(
         name = ".".join(path)
         if path[0] in OF_PRIME_RL:
             hint = ": prime-rl's; `primerl-node import --keys` lists its keys beside ours"
+        elif instead := replacement(name):
+            lines.append(f"config key {name} {origin} was removed: {instead}")
+            continue
         elif guess := nearest(name, known):
             hint = f": did you mean {guess}?"
         else:

@@ -777,7 +777,7 @@ class Bench:
         run = played_otherwise(make_run("bfloat16"), temperature=1.0)
         self.run: RunManifest = structs.replace(
             run,
-            proofs=proof_contract(RunConfig.model_validate(told), ""),
+            proofs=proof_contract(RunConfig.model_validate(told)),
             limits=structs.replace(run.limits, max_model_len=self._length),
         )
         self.study = Study(options.name, self.run.proofs)

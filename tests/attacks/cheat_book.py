@@ -15,7 +15,6 @@ from transformers import DynamicCache
 
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.model import LanguageModel, ModelOutput
-from primerl.node.verification.cheats import int4, int8
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.rollouts import (
@@ -25,6 +24,7 @@ from primerl.protocol.rollouts import (
     pack_f32,
     unpack_f32,
 )
+from primerl.scripts.bench.calibrate_cheats import int4, int8
 from primerl.tests.support.counting_environment import even_share
 
 from .cheat_world import Groups, Sampler, Sent, Workshop

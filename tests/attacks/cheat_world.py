@@ -23,7 +23,6 @@ from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample
 from primerl.node.verification.auditor import Auditor, LocalAudits
-from primerl.node.verification.calibration import trial_run
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
 from primerl.node.weights.state import State
@@ -39,6 +38,7 @@ from primerl.protocol.rollouts import (
     unpack_f32,
     unpack_u32,
 )
+from primerl.scripts.bench.calibrate import trial_run
 from primerl.scripts.bench.trained_model import Corpus, Trained, policy_updates, stop_token
 from primerl.tests.support.counting_environment import CountingEnvironment, even_share
 

@@ -113,12 +113,6 @@ def test_a_monitor_that_is_not_installed_is_refused_by_a_dry_run(cli: Cli, line:
         ("rl @ demo --verification.auditor vllm", "verification.auditor is vllm"),
         ("train @ demo --verification.auditor vllm", "verification.auditor is vllm"),
         ("inference --engine.type vllm --model.name here", "vLLM is not installed"),
-        ("calibrate @ demo --out c.json --engine.type vllm", "vLLM is not installed"),
-        ("calibrate @ demo --out c.json --against hf --against vllm", "vLLM is not installed"),
-        (
-            "calibrate @ demo --out c.json --verification.auditor vllm",
-            "verification.auditor is vllm",
-        ),
         ("judge --model.name here --verification.auditor vllm", "verification.auditor is vllm"),
         (
             'eval --engine.type vllm --models m --environments [{"id":"demo"}]',
