@@ -99,8 +99,6 @@ HEAVY = {
     "matplotlib": {"node.reports.report"},
     "plotext": {"node.reports.report"},
     "wandb": {"node.ops.monitors"},
-    "tensorboardX": {"node.ops.monitors"},
-    "trackio": {"node.ops.monitors"},
     "zstandard": {"node.weights.blocks"},
     "typer": {"cli"},
     "rich": {"cli"},

@@ -46,7 +46,7 @@ resume.dir | resume.dir
 monitors.wandb | monitors.wandb | section
 monitors.wandb.project, .entity, .name, .group, .tags, .offline | monitors.wandb.=
 monitors.wandb.* | - | | metrics go there; samples are read by `primerl-node rollouts`
-monitors.prime, monitors.prime.* | - | | nearest: monitors.wandb, .tensorboard or .trackio
+monitors.prime, monitors.prime.* | - | | nearest: monitors.wandb
 monitors.file, .file.* | . | | metrics.jsonl is always written
 heartbeat.*, metrics_server.* | - | | ask `primerl-node status --json`
 weight_broadcast.* | . | | nodes fetch signed deltas from each other: no shared disk

@@ -4,6 +4,8 @@ A key stays here for a release: an old config is refused with a line that says w
 """
 
 REMOVED = {
+    "monitors.tensorboard": "set monitors.wandb, or read metrics.jsonl, which is always written",
+    "monitors.trackio": "set monitors.wandb, or read metrics.jsonl, which is always written",
     "verification.calibration": "a run in bfloat16 measures its bounds of noise itself: remove it",
 }
 """Dotted key or section -> what to do now."""

@@ -126,9 +126,9 @@ def _plain_experts(
 def _keep_rows_apart() -> None:
     """Make vLLM's batch-invariant kernels independent of the number of rows where they are not.
 
-    In vLLM 0.25.1 and 0.32 the norm of a residual sum adds up in another order from 256 rows on. On Hopper, where
-    vLLM keeps cuBLAS from splitting sums, cuBLAS has the same bits for any number of rows, and more speed than
-    vLLM's own product.
+    In vLLM the norm of a residual sum adds up in another order from 256 rows on. On Hopper, where vLLM keeps
+    cuBLAS from splitting sums, cuBLAS has the same bits for any number of rows, and more speed than vLLM's own
+    product.
     """
     if os.environ.get(INVARIANT) != "1":
         return

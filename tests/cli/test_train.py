@@ -98,11 +98,11 @@ def test_a_dry_run_names_keys_of_the_model_that_have_no_effect_and_still_reads_b
     assert json.loads(ran.out)["model"]["name"] == str(tmp_path)
 
 
-@pytest.mark.skipif(find_spec("tensorboardX") is not None, reason="it is installed")
+@pytest.mark.skipif(find_spec("wandb") is not None, reason="it is installed")
 @pytest.mark.parametrize("line", ["rl @ demo", "train @ demo", "sft @ sft_demo", "join"])
 def test_a_monitor_that_is_not_installed_is_refused_by_a_dry_run(cli: Cli, line: str) -> None:
-    ran = cli(*line.split(), "--monitors.tensorboard.directory", "here", "--dry-run")
-    ran.refused(2, "primerl-node[tensorboard]")
+    ran = cli(*line.split(), "--monitors.wandb.project", "p", "--dry-run")
+    ran.refused(2, "primerl-node[wandb]")
 
 
 @pytest.mark.skipif(is_installed(), reason="there is a vLLM here")
