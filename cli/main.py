@@ -133,7 +133,7 @@ for _name, (_command, _help) in CONFIGURED.items():
 for _name, (_command, _help) in PLAIN.items():
     app.command(_name, short_help=_help)(_command)
 _tickets = "Print, issue, list and revoke join tickets of the running trainer."
-_environments = "Write, install, list, test and trust environments."
+_environments = "Test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
 app.add_typer(models.app, name="model", short_help="Convert models of others.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)

@@ -174,9 +174,10 @@ class WandbMonitor:
         import wandb  # pyright: ignore[reportMissingImports] - an extra
 
         section, run = self._section, self._about
+        mode: Any = os.environ.get("WANDB_MODE") or ("offline" if section.offline else "online")
         # neither the command line, its output, the host, the code nor its packages are sent
         settings = wandb.Settings(
-            mode=os.environ.get("WANDB_MODE") or ("offline" if section.offline else "online"),
+            mode=mode,
             reinit="create_new",
             console="off",
             silent=True,
@@ -212,10 +213,12 @@ def _abandon() -> None:
     """
     import wandb  # pyright: ignore[reportMissingImports] - an extra
 
-    with suppress(Exception):  # names of another release: it is left to run
-        connection: Any = wandb.setup()._connection
+    try:
+        connection: Any = vars(wandb.setup())["_connection"]
         connection._cleanup()
         connection._proc._process.kill()
+    except Exception as error:  # other names in another release: it is left to run
+        logger.debug("W&B's service goes on: %s", error)
 
 
 def _run_id(directory: Path) -> str:
