@@ -2,15 +2,19 @@
 
     bash scripts/bench/gpu.sh gpu_strangers --model DIR | --shape 0.6b|4b [--trained] [--rollouts 5120]
         [--slow-rollouts 1024] [--reply 64] [--reply-long 300] [--minutes 6] [--quick] [--json FILE]
+        [--recorded FILE]
+    python scripts/bench/gpu_strangers.py --model DIR --record FILE [--rollouts 1024]    (vLLM's CPU build)
     python scripts/bench/gpu_strangers.py --rejudge FILE
 
 The auditor is vLLM as a trainer has it. A float32 reading of the first 64 rollouts, measured by this auditor,
 makes the bounds (node/verification/envelope.py); they judge honest engines of many kinds, on one GPU and its
-host: vLLM compiled, eager, with its older runner, batch-invariant, with other kernels of attention and with
-prompts in small parts, and the embedded engine on GPU and CPU. A kind that does not start is printed with its
-reason. Two kinds also draw replies of --reply-long, judged by readings of short ones and by renewed readings.
-Cheats draw with the kernels of the auditor, which is best for them, or with those of --cheats-by, and claim to
-be a class that nobody knows.
+host: vLLM compiled, eager, with its older runner, batch-invariant, with other kernels of attention, with
+prompts in small parts and over two GPUs where there are two, and the embedded engine on GPU and CPU. --recorded
+adds the rollouts that --record drew on another machine with the vLLM that is installed there. A kind that does
+not start is printed with its reason. Two kinds also draw replies of --reply-long, judged by readings of short
+ones and by renewed readings. Cheats draw with the kernels of the auditor, which is best for them, or with those
+of --cheats-by, and claim to be a class that nobody knows. Each kind also draws with weights that are one step
+of lr 1e-5 away, which float32 tells from those that it claims.
 
 All rollouts are compared with the version before, one step of lr 1e-6 away. Groups of eight share a prompt of
 37 to 64 tokens: questions in the model's chat template with --model, text of a small language with --trained,
@@ -134,7 +138,7 @@ FEWER = {"4b": 1536, "8b": 1024, "moe": 1536}
 """Default of --rollouts for large models; 5,120 for others."""
 LARGE = 2e9
 """Parameters from which two engines run at once beside the first, not four."""
-START_S = 150.0
+START_S = 300.0
 """Time for the start of an engine."""
 CLOSING_S = 25.0
 """Time to measure the cost of a reading, and to end all processes."""
@@ -151,6 +155,11 @@ PRECISION = 5
 """Significant digits of a measure in a file."""
 LAST_LAYERS = 8
 """One in so many layers is drawn anew in another model."""
+COMPARED = 64
+"""Rollouts of each kind, and as many of its cheats, that are compared with another version in float32."""
+AWAY = 90
+"""Version number that the engines give to the weights of lr 1e-5."""
+HONEST_ONES, FAR_ONES = "honest", "of the version that is lr 1e-5 away"
 SEEN = {
     "another model": 16,
     "another seed": 16,
@@ -182,8 +191,6 @@ class Kind:
     """Most sequences at a time."""
     portion: int = 1280
     """Rollouts between two looks at the clock."""
-    share: float = 1.0
-    """Part of --rollouts that is drawn."""
     draws_long: bool = False
 
     def config(self, directory: Path, length: int, tokens: int) -> EngineConfig:
@@ -211,17 +218,17 @@ ON_GPU = (
     Kind("vllm", draws_long=True),
     Kind("vllm, eager", vllm=EAGER, batch=512, draws_long=True),
     Kind("vllm, V1 runner", variables={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
-    Kind("hf on the GPU", EMBEDDED, batch=512, portion=512, share=0.5),
+    Kind("hf on the GPU", EMBEDDED, batch=512, portion=512),
     Kind("vllm, batch-invariant", {"batch_invariant": True}),
     Kind("vllm, attention TRITON_ATTN", vllm={"attention_backend": "TRITON_ATTN"}),
-    Kind("vllm, eager, prompts in parts", vllm=EAGER | PARTS, batch=128, portion=256, share=0.25),
+    Kind("vllm, eager, prompts in parts", vllm=EAGER | PARTS, batch=128, portion=256),
     Kind(
         "vllm, eager, attention FLEX_ATTENTION",
         vllm=EAGER | {"attention_backend": "FLEX_ATTENTION"},
         portion=256,
-        share=0.25,
     ),
     Kind("vllm, attention FLASHINFER", vllm={"attention_backend": "FLASHINFER"}),
+    Kind("vllm, tp 2", {"tp": 2}),
 )
 """The first one makes the envelope, and cheats use its kernels."""
 ON_CPU = Kind(
@@ -246,6 +253,18 @@ def quick_kinds() -> tuple[Kind, ...]:
     return (*hosted, embedded[0])
 
 
+def gpu_kinds(directory: Path) -> tuple[Kind, ...]:
+    """Return the kinds that this machine can run: tensor parallelism needs GPUs, and heads to divide."""
+    shape = read_shape(directory)
+    heads = (kv_heads(shape), int(shape["num_attention_heads"]))
+
+    def runs(kind: Kind) -> bool:
+        tp = int(kind.engine.get("tp", 1))
+        return tp <= torch.cuda.device_count() and all(count % tp == 0 for count in heads)
+
+    return tuple(kind for kind in ON_GPU if runs(kind))
+
+
 def token_bytes(directory: Path) -> int:
     """Return the bytes of a token's keys and values."""
     shape = read_shape(directory)
@@ -266,6 +285,8 @@ class Study:
     cheats: dict[str, list[Evidence]] = field(default_factory=dict[str, list[Evidence]])
     classes: dict[str, str] = field(default_factory=dict[str, str])
     """Numerics class that each kind has."""
+    compared: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    """Nats for the other of two versions in float32, of a kind's honest rollouts and of its cheats."""
     missing: dict[str, str] = field(default_factory=dict[str, str])
     """Kinds and cheats without results -> reason."""
     costs: dict[str, float] = field(default_factory=dict[str, float])
@@ -297,6 +318,7 @@ class Study:
             "contract": msgspec.to_builtins(self.contract),
             "measures": ["tokens", *MEASURES],
             "classes": self.classes,
+            "compared": self.compared,
             "missing": self.missing,
             "costs": self.costs,
             **more,
@@ -315,7 +337,7 @@ class Study:
             for name in ("readings", "honest", "cheats")
         }
         contract = msgspec.convert(found["contract"], ProofContract)
-        same = {name: found[name] for name in ("classes", "missing", "costs")}
+        same = {name: found.get(name, {}) for name in ("classes", "compared", "missing", "costs")}
         return cls(found["model"], contract, **samples, **same)
 
 
@@ -536,6 +558,38 @@ def cheat_row(study: Study, cheat: str) -> list[object]:
     ]
 
 
+COMPARISONS = (
+    "compared with the version that is lr 1e-5 away, in float32",
+    "rollouts",
+    "nats: mean",
+    "standard deviation",
+    "largest",
+    "E[exp(x)]",
+    "E[exp(x / 2)]",
+    "rollouts until the ban, x / 2",
+    "banned in",
+)
+
+
+def compared_row(study: Study, name: str) -> list[object]:
+    """Return what the float32 comparison of a kind's rollouts says, and when it bans."""
+    nats = np.array(study.compared[name])
+    audited = [Audited("clean", one) for one in nats]
+    contract = structs.replace(study.contract, other_scale=0.5)
+    bans = list(bans_of(audited, contract, None))
+    return [
+        name,
+        len(nats),
+        f"{nats.mean():.3g}",
+        f"{nats.std():.3g}",
+        f"{nats.max():.3g}",
+        f"{np.exp(nats).mean():.3g}",
+        f"{np.exp(nats / 2).mean():.3g}",
+        f"{median(bans):.0f}",
+        f"{sum(map(isfinite, bans)) / len(bans):.0%}",
+    ]
+
+
 def show(study: Study) -> None:
     """Print all tables."""
     print(f"\n# {study.model}")
@@ -544,6 +598,7 @@ def show(study: Study) -> None:
     table(RATIOS, [ratios(study, kind) for kind in dict.fromkeys(kind for kind, _ in pairs)])
     table(HONEST, [honest_row(study, *pair) for pair in pairs])
     table(CHEATS, [cheat_row(study, name) for name, seen in study.cheats.items() if seen])
+    table(COMPARISONS, [compared_row(study, name) for name in study.compared])
     for name, numerics in study.classes.items():
         print(f"{name}: {numerics}")
     for name, why in study.missing.items():
@@ -800,6 +855,9 @@ class Bench:
         """Kinds that are not done, beside the one on the CPU."""
         self._items: list[AuditItem] = []
         """Rollouts of the first kind that are read."""
+        self._altering = asyncio.Lock()
+        self._altered: State | None = None
+        """The version that is lr 1e-5 away."""
 
     def _make_texts(self) -> dict[bool, Text]:
         """Return the makers of prompts, for short replies and for long ones."""
@@ -853,6 +911,8 @@ class Bench:
                         tasks.create_task(self._measure_slow())
                     for number, kind in enumerate(self.kinds[1:], 1):
                         tasks.create_task(self._measure_in_turn(number, kind))
+                    if self.options.recorded:
+                        tasks.create_task(self._measure_recorded(self.options.recorded))
             except TimeoutError:
                 say("the time is up: what is not done is left out")
                 self._miss_the_rest()
@@ -879,7 +939,7 @@ class Bench:
 
     async def _measure_in_turn(self, number: int, kind: Kind) -> None:
         async with self._room:
-            await self._measure_kind(number, kind, ceil(kind.share * self.options.rollouts))
+            await self._measure_kind(number, kind, self.options.rollouts)
         self._busy -= 1
 
     async def _measure_slow(self) -> None:
@@ -893,9 +953,10 @@ class Bench:
             return
         engine: Engine | None = None
         try:
-            engine = await self._start(kind)
+            engine, _ = await self.start(kind)
             await self._draw(engine, number, kind, count)
             await self._draw_long(engine, number, kind)
+            await self._compare_versions(engine, kind)
             if self.options.cheats_by == kind.name:
                 await self._is_read.wait()
                 await self._measure_cheats(engine)
@@ -907,11 +968,25 @@ class Bench:
         await self._is_read.wait()
         self._show_kind(kind.name)
 
-    async def _start(self, kind: Kind) -> Engine:
-        """Start an engine with OWN. Raises NodeError, TimeoutError."""
+    async def _measure_recorded(self, path: Path) -> None:
+        """Measure the rollouts that --record wrote."""
+        await self._is_read.wait()
+        recorded = msgspec.msgpack.decode(await asyncio.to_thread(path.read_bytes), type=Recorded)
+        self.study.classes[recorded.name] = recorded.numerics
+        evidence = self.study.honest.setdefault(recorded.name, [])
+        for at in range(0, len(recorded.items), RECORDED.batch):
+            evidence += await self.audit(recorded.items[at : at + RECORDED.batch])
+        say(f"{recorded.name}: {len(evidence)} rollouts are audited")
+        await self._compare(recorded.name, recorded.items[: self.options.compared], [])
+        self.save()
+        self._show_kind(recorded.name)
+
+    async def start(self, kind: Kind) -> tuple[Engine, str]:
+        """Start an engine with OWN; return it and its numerics class. Raises NodeError, TimeoutError."""
         began = time.monotonic()
         config = kind.config(self.model.directory, self._length, self._tokens)
-        self.study.classes[kind.name] = str(await asyncio.to_thread(numerics_of, config))
+        numerics = str(await asyncio.to_thread(numerics_of, config))
+        self.study.classes[kind.name] = numerics
         engine = kind.build(config)
         try:
             async with asyncio.timeout(min(START_S, max(1.0, self.left_s))):
@@ -923,7 +998,7 @@ class Bench:
         took = time.monotonic() - began
         self._shortest_start = min(self._shortest_start, took)
         say(f"{kind.name}: started in {took:.0f} s")
-        return engine
+        return engine, numerics
 
     async def _draw(
         self, engine: Engine, number: int, kind: Kind, count: int, *, long: bool = False
@@ -961,6 +1036,38 @@ class Bench:
         count = max(FEWEST, ceil(LONG_SHARE * self.options.rollouts))
         return await self._draw(engine, number, kind, count, long=True)
 
+    # -- the version before, in float32 ----------------------------------------------------------
+
+    async def _compare_versions(self, engine: Engine, kind: Kind) -> None:
+        """Draw with OWN and with the version that is lr 1e-5 away, and compare both in float32."""
+        if self.left_s < LEAST_S:
+            return
+        wanted = self.requests(self.options.compared, 950)
+        honest = await play(engine, wanted)
+        await engine.load(AWAY, await self._away())
+        await self._compare(kind.name, honest, claiming(await play(engine, wanted), OWN))
+        await engine.load(OWN, self.model.states[OWN])
+
+    async def _compare(
+        self, name: str, honest: Sequence[AuditItem], cheats: Sequence[AuditItem]
+    ) -> None:
+        states = {BEFORE: await self._away(), OWN: self.model.states[OWN]}
+        for what, items in ((HONEST_ONES, honest), (FAR_ONES, cheats)):
+            if items:
+                items = compared(items, {OWN: [BEFORE]})
+                measured = seen(await self._reader.audit(items, states))
+                self.study.compared[f"{name}, {what}"] = [one.other_policy for one in measured]
+                say(" | ".join(map(str, compared_row(self.study, f"{name}, {what}"))))
+        self.save()
+
+    async def _away(self) -> State:
+        async with self._altering:
+            if self._altered is None:
+                self._altered = await asyncio.to_thread(
+                    altered, self.model.states[OWN], stepped(1e-5), DEVICE
+                )
+        return self._altered
+
     def _miss_the_rest(self) -> None:
         kinds = [kind.name for kind in self.kinds if not self.study.honest.get(kind.name)]
         cheats = [name for name in self._cheats() if name not in self.study.cheats]
@@ -991,7 +1098,7 @@ class Bench:
     async def _measure_first(self) -> None:
         """Measure the kind of the auditor: readings, honest rollouts, cheats. Raises NodeError."""
         [kind, *_] = self.kinds
-        engine = await self._start(kind)
+        engine, _ = await self.start(kind)
         try:
             self._items = await play(engine, self.requests(self.options.readings, 0))
             self.study.readings[SHORT] = await self.read(self._items)
@@ -999,10 +1106,11 @@ class Bench:
             say(f"{len(self._items)} rollouts of {kind.name} are read")
             self.save()
             show_readings(self.study)
-            await self._draw(engine, 0, kind, ceil(kind.share * self.options.rollouts))
+            await self._draw(engine, 0, kind, self.options.rollouts)
             if items := await self._draw_long(engine, 0, kind):
                 self.study.readings[LONG] = await self.read(items[: self.options.readings])
             self._show_kind(kind.name)
+            await self._compare_versions(engine, kind)
             if self.options.cheats_by in ("", kind.name):
                 await self._measure_cheats(engine)
         except (NodeError, TimeoutError) as error:
@@ -1098,6 +1206,34 @@ def load_policies(directory: Path) -> Model:
     return Model(directory, states)
 
 
+RECORDED = Kind("vllm", vllm=EAGER, batch=64)
+"""The engine of --record; the release and the device are in its name."""
+
+
+class Recorded(msgspec.Struct):
+    """Rollouts of a kind that were drawn on another machine."""
+
+    name: str
+    numerics: str
+    items: list[AuditItem]
+
+
+async def record(model: Model, options: argparse.Namespace) -> None:
+    """Draw rollouts with the engine that is installed here, and write them to options.record."""
+    bench = Bench(model, (RECORDED,), options)
+    engine, numerics = await bench.start(RECORDED)
+    items: list[AuditItem] = []
+    try:
+        while len(items) < options.rollouts:
+            count = min(RECORDED.batch, options.rollouts - len(items))
+            items += await play(engine, bench.requests(count, 80_000 + len(items)))
+            say(f"{len(items)} of {options.rollouts} rollouts are drawn")
+            drawn = Recorded(f"recorded: {numerics}", numerics, items)
+            options.record.write_bytes(msgspec.msgpack.encode(drawn))
+    finally:
+        await engine.close()
+
+
 async def run(options: argparse.Namespace) -> Study:
     """Measure one model."""
     with tempfile.TemporaryDirectory() as name:
@@ -1109,7 +1245,11 @@ async def run(options: argparse.Namespace) -> Study:
         parameters = sum(tensor.data.size for tensor in model.states[OWN].values())
         options.at_once = options.at_once or (4 if parameters < LARGE else 2)
         say(f"{options.name}: {parameters / 1e9:.2f} G parameters, {DEVICE}")
-        bench = Bench(model, quick_kinds() if options.quick else ON_GPU, options)
+        if options.record:
+            await record(model, options)
+            return Study(options.name, proof_contract(RunConfig(), ""))
+        kinds = quick_kinds() if options.quick else gpu_kinds(model.directory)
+        bench = Bench(model, kinds, options)
         try:
             await bench.measure()
         finally:
@@ -1131,9 +1271,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="6, and 3 with --quick")
     parser.add_argument("--at-once", type=int, default=0, help="engines beside the first")
     parser.add_argument("--cheats-by", default="", metavar="KIND", help="the first by default")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="draw rollouts, and write them")
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="rollouts of another machine")
     parser.add_argument("--rejudge", type=Path, metavar="FILE", help="measure nothing")
     options = parser.parse_args()
-    options.readings, options.cheated = READINGS, CHEATED
+    options.readings, options.cheated, options.compared = READINGS, CHEATED, COMPARED
     options.name = options.model.name if options.model else options.shape
     if options.trained:
         options.name += ", trained"
@@ -1143,6 +1285,7 @@ def arguments() -> argparse.Namespace:
     if options.quick:
         SHAPES["quick"], options.shape = small(options.shape) | {"num_hidden_layers": 4}, "quick"
         options.rollouts, options.cheated, options.readings = 32, 16, 64
+        options.compared = 16
         options.reply, options.reply_long, options.at_once = 16, min(40, options.reply_long), 1
     return options
 
@@ -1160,6 +1303,8 @@ def main() -> int:
         if isinstance(cause := first_cause(group), NodeError):
             raise SystemExit(f"{cause}") from group
         raise
+    if options.record:
+        return 0
     show(study)
     rows = figures(study)
     goals = goals_of(rows, quick=options.quick)
