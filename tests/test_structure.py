@@ -99,6 +99,7 @@ HEAVY = {
     "matplotlib": {"node.reports.report"},
     "plotext": {"node.reports.report"},
     "wandb": {"node.ops.monitors"},
+    "pynvml": {"node.gpus"},
     "zstandard": {"node.weights.blocks"},
     "typer": {"cli"},
     "rich": {"cli"},

@@ -65,7 +65,6 @@ class RefusedArguments(NamedTuple):
 
 _MODEL = "the run's manifest names the model"
 _EXTENSION = "weights are replaced through this package's worker extension"
-_AUDITS = "it changes what is computed, so that honest work would fail every audit"
 _DRAWN = "this package's sampler draws each token, from the noise of its own position"
 _MOVED = "an update in place would miss weights that vLLM moves or copies while it runs"
 

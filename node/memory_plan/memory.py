@@ -425,7 +425,7 @@ def check_fits(
 ) -> None:
     """Check that vLLM on `gpus` can hold one sequence of engine.max_model_len; log the plan.
 
-    None queries nvidia-smi for the visible GPUs, about 0.1 s. Raises UsageError only if it certainly does not
+    None asks NVML for the visible GPUs. Raises UsageError only if it certainly does not
     fit. Without GPUs, for another engine or an unknown model, nothing is checked.
     """
     if config.type != "vllm" or config.device == "cpu":

@@ -1247,7 +1247,7 @@ async def run(options: argparse.Namespace) -> Study:
         say(f"{options.name}: {parameters / 1e9:.2f} G parameters, {DEVICE}")
         if options.record:
             await record(model, options)
-            return Study(options.name, proof_contract(RunConfig(), ""))
+            return Study(options.name, proof_contract(RunConfig()))
         kinds = quick_kinds() if options.quick else gpu_kinds(model.directory)
         bench = Bench(model, kinds, options)
         try:

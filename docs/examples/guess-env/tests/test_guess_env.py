@@ -1,3 +1,5 @@
+"""Tests of guess-env: its tasks and its rewards."""
+
 from itertools import islice
 
 from guess_env import GuessEnvConfig, GuessEnvTaskset, answer, read_guess

@@ -1,3 +1,5 @@
+"""Tests of letter-count: its tasks and its rewards."""
+
 from itertools import islice
 
 from letter_count import LetterCountConfig, LetterCountTaskset, score

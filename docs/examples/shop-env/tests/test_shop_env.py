@@ -1,3 +1,5 @@
+"""Tests of shop-env: its tasks and its rewards."""
+
 from itertools import islice
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tests of wiki-search: its tasks and its rewards."""
+
 import pytest
 from wiki_search import (
     WikiSearchConfig,
