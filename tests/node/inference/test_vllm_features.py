@@ -178,7 +178,7 @@ def test_known_harmless_options_pass_and_so_do_unlisted_ones() -> None:
 
 
 def test_no_argument_has_two_answers() -> None:
-    names = [name for option in REFUSALS for name in option.names]
+    names = [name for option in REFUSALS for name in option.names.split()]
     assert len(set(names)) == len(names)
 
 
