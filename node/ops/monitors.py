@@ -211,10 +211,9 @@ def _abandon() -> None:
 
     There is no public way. With another release it may wait a minute, and a warning remains.
     """
-    import wandb  # pyright: ignore[reportMissingImports] - an extra
-
+    module: Any = sys.modules.get("wandb")  # an import might hang, as W&B did
     try:
-        connection: Any = vars(wandb.setup())["_connection"]
+        connection: Any = vars(module.setup())["_connection"]
         connection._cleanup()
         connection._proc._process.kill()
     except Exception as error:  # other names in another release: it is left to run
