@@ -65,15 +65,15 @@ def _nvml() -> "list[GpuMemory] | None":
         return None if isinstance(error, missing) else []
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
-        found: list[GpuMemory] = []
+        listed: list[GpuMemory] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             whole = pynvml.nvmlDeviceGetHandleByIndex(index)
             slices = _slices(whole)  # CUDA gives a GPU that is cut to no process as a whole
             for device in slices or [whole]:
                 uuid, name = pynvml.nvmlDeviceGetUUID(device), pynvml.nvmlDeviceGetName(device)
                 number = uuid if slices else str(index)
-                found.append(GpuMemory(number, uuid, name, *_memory(device), driver))
-        return found
+                listed.append(GpuMemory(number, uuid, name, *_memory(device), driver))
+        return listed
     except pynvml.NVMLError:
         return []
     finally:
@@ -89,11 +89,11 @@ def _slices(whole: Any) -> list[Any]:
             return []
     except pynvml.NVMLError:  # a GPU that cannot be cut
         return []
-    found: list[Any] = []
+    slices: list[Any] = []
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
         with suppress(pynvml.NVMLError):  # a place without a slice
-            found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, index))
-    return found
+            slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, index))
+    return slices
 
 
 def _memory(device: Any) -> tuple[int, int]:
@@ -205,9 +205,9 @@ def visible_memory(
 ) -> list[GpuMemory]:
     """List the GPUs of a process with this environment, in torch's order; None: of this process."""
     there = ask()
-    known = [Gpu(one.number, one.uuid) for one in there]
+    known = [Gpu(gpu.number, gpu.uuid) for gpu in there]
     names = visible(os.environ if environ is None else environ, lambda: known)
-    return [one for name in names for one in there if Gpu(one.number, one.uuid).answers_to(name)]
+    return [gpu for name in names for gpu in there if Gpu(gpu.number, gpu.uuid).answers_to(name)]
 
 
 @dataclass(frozen=True)
