@@ -7,12 +7,10 @@ receipt: it cannot be known beforehand, and anyone can recompute it from the sig
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from statistics import median
 from typing import Annotated
 
 import msgspec
-from msgspec.structs import astuple
 
 from ..crypto.hashing import Digest, derive
 from .errors import Reason, RemoteProtocolError
@@ -20,18 +18,37 @@ from .manifests import Name, Version
 from .pipelines import MAX_STAGES
 from .recent import RecentDict
 from .reputation import Trust
-from .rollouts import MEANS, Mean
+from .rollouts import MEANS, MEASURES, Evidence
 
 MAX_CHOSEN = 2048
 """Rollouts of one job; a report on that many stays below MAX_REPORT."""
 MAX_UNREADABLE_DETAIL = 100
 MAX_REPORT = 512 * 1024
+MAX_MEASURED_TOKENS = 2**24
 MAX_MEASURE = 1e30
 """Largest measure of a report, above every bound; a validator that measures no finite number states it."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
-Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
 Measure = Annotated[float, msgspec.Meta(ge=-MAX_MEASURE, le=MAX_MEASURE)]
+
+
+def audited_versions(max_off_policy_steps: int) -> int:
+    """Count the versions under which rollouts are read that may still be trained.
+
+    While version v is the newest, v - max_off_policy_steps to v may be claimed; each is compared with the one
+    before it, too.
+    """
+    return max_off_policy_steps + 2
+
+
+def held_versions(max_off_policy_steps: int) -> int:
+    """Count the newest versions that a node holds for audits: audited_versions(), and one more.
+
+    A version is published now and then between the check that a rollout is fresh and its audit, while it is
+    scored or while its job is on the way to a validator. A job is refused as a whole for one version that is
+    missing: without the one more, fresh rollouts would be lost with those that became stale on the way.
+    """
+    return audited_versions(max_off_policy_steps) + 1
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -39,23 +56,6 @@ class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     group: Index
     rollout: Index
-
-
-class MeasuredRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The measurements of one rollout; the fields are explained at rollouts.py: Evidence."""
-
-    group: Index
-    rollout: Index
-    tokens: Tokens
-    fingerprint: Measure
-    sampling: Measure
-    sampling_max: Measure
-    logprob: Measure
-    logprob_max: Measure
-    other_policy: Measure
-    routing: Measure = 0.0
-    routing_max: Measure = 0.0
-    means: Annotated[tuple[Mean, ...], msgspec.Meta(max_length=MEANS)] = ()
 
 
 class UnreadableRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -77,12 +77,16 @@ class CrossedRow(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class AuditReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One row for each chosen rollout, measured or unreadable; none if the validator could not audit."""
+    """One row for each chosen rollout, measured or unreadable; none if the validator could not audit.
+
+    The measured rows are the Evidence that a verdict shows; check_rows() sets the limits that a stranger's word
+    has and the trainer's own does not.
+    """
 
     job: Version
     submission: Digest
     challenge: Digest
-    measured: Annotated[tuple[MeasuredRow, ...], msgspec.Meta(max_length=MAX_CHOSEN)]
+    measured: Annotated[tuple[Evidence, ...], msgspec.Meta(max_length=MAX_CHOSEN)]
     unreadable: Annotated[tuple[UnreadableRow, ...], msgspec.Meta(max_length=MAX_CHOSEN)] = ()
     failed: Name = ""
     """Why there are no rows."""
@@ -103,15 +107,19 @@ def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
     of = {(row.group, row.rollout) for row in report.measured}
     if len({(row.group, row.rollout) for row in crossed} & of) != len(crossed):
         raise RemoteProtocolError(Reason.MALFORMED, "boundaries of an unmeasured rollout, or twice")
-    numbers = [value for row in report.measured for value in (*astuple(row)[:-1], *row.means)]
+    if any(row.tokens > MAX_MEASURED_TOKENS for row in report.measured):
+        raise RemoteProtocolError(Reason.MALFORMED, "more tokens than a rollout has")
+    numbers = [getattr(row, name) for row in report.measured for name in MEASURES]
     if any(len(row.means) not in (0, MEANS) for row in report.measured):
         raise RemoteProtocolError(Reason.MALFORMED, f"some means of a rollout, not all {MEANS}")
     numbers += [value for row in crossed for value in row.distances]
-    if not all(isfinite(value) for value in numbers):
-        raise RemoteProtocolError(Reason.MALFORMED, "a measurement is not a number")
+    if not all(-MAX_MEASURE <= value <= MAX_MEASURE for value in numbers):  # nor is it NaN
+        raise RemoteProtocolError(
+            Reason.MALFORMED, "a measurement is not a number, or beyond all bounds"
+        )
 
 
-def rows_by_place(report: AuditReport) -> dict[tuple[int, int], MeasuredRow | UnreadableRow]:
+def rows_by_place(report: AuditReport) -> dict[tuple[int, int], Evidence | UnreadableRow]:
     """The row of each rollout of a checked report."""
     rows = (*report.measured, *report.unreadable)
     return {(row.group, row.rollout): row for row in rows}

@@ -175,6 +175,10 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     numbers of the proof. Empty where one is not finite."""
 
 
+MEASURES: tuple[str, ...] = Evidence.__struct_fields__[3:-1]
+"""Names of the measures that have bounds: Thresholds has the same."""
+
+
 class Blamed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One audited rollout of a pipeline that is not clean, and the stages that may be at fault."""
 

@@ -18,12 +18,12 @@ from primerl.node.config.run import RunConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Split, Task
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference.engine import Completion
-from primerl.node.verification.auditor import MEASURES, AuditItem, Measured, Unreadable, audit_terms
+from primerl.node.verification.auditor import AuditItem, Measured, Unreadable, audit_terms
 from primerl.node.verification.bounds import at_least, bands, proof_contract
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.manifests import RunManifest
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import MEASURES, Evidence
 from primerl.scripts.bench.calibrate import (
     CalibrationReport,
     CalibrationRequest,
@@ -94,7 +94,7 @@ class HereAuditor:
         self.items: list[AuditItem] = []
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        self._replay = Replay(audit_terms(model_dir, run, "cpu"))
+        self._prefill = PrefillAudit(audit_terms(model_dir, run, "cpu"))
 
     async def audit(
         self,
@@ -102,14 +102,14 @@ class HereAuditor:
         states: Mapping[int, State],
     ) -> list[Answer]:
         self.items += items
-        return self._bend(self._replay.measure(items, states))
+        return self._bend(self._prefill.measure(items, states))
 
     async def close(self) -> None: ...
 
 
 def blind(found: list[Answer]) -> list[Answer]:
     """Nothing is measured, whatever there was to see."""
-    return [Measured(64, 0, 0, 0, 0, 0, 0) for _ in found]
+    return [Measured(0, 0, 64, 0, 0, 0, 0, 0, 0) for _ in found]
 
 
 def lost(found: list[Answer]) -> list[Answer]:

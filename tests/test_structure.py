@@ -344,13 +344,16 @@ def test_only_app_composes_roles() -> None:
     ] == []
 
 
-def test_the_protocol_does_no_io() -> None:
-    """No I/O, clock, randomness, event loop or arrays."""
+def test_the_protocol_and_the_lease_book_do_no_io() -> None:
+    """No I/O, clock, randomness, event loop or arrays; nor do they import a module of node/ that may."""
     running = "asyncio threading socket multiprocessing subprocess trio time os io pathlib".split()
     numbers = "torch numpy safetensors transformers random secrets".split()
+    pure = ("protocol", "node.trainer.lease_book")
     for name in PACKAGE:
-        if within(name, "protocol"):
+        if within(name, *pure):
             assert libraries(name).isdisjoint({*running, *numbers}), name
+    imported = {target for name, target, _ in edges() if within(name, *pure)}
+    assert [name for name in imported if not within(name, "crypto", "protocol")] == []
 
 
 def test_each_foreign_library_is_imported_by_few_modules() -> None:

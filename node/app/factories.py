@@ -157,7 +157,7 @@ def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
     embedded = HfAuditor(config, timeout_s=timeout_s)
     if config.type == "hf":
         return embedded
-    from ..verification.routed_auditor import RoutedAuditor
+    from ..verification.local_audits import RoutedAuditor
     from ..verification.vllm_auditor import VllmAuditor
 
     return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s), embedded)

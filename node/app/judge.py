@@ -17,7 +17,7 @@ import msgspec
 
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
-from ...protocol.leases import LEASED_PROMPTS, LeaseBook
+from ...protocol.leases import LEASED_PROMPTS
 from ...protocol.manifests import RunManifest
 from ...protocol.reputation import Reputation, ReputationSnapshot
 from ...protocol.trust import RunDocuments
@@ -47,6 +47,7 @@ from ..p2p.status_view import show_network
 from ..storage.ledger import MANIFEST, Ledger, readable
 from ..storage.run_files import CONFIG, begun_on, check_kinds, claim, write_private
 from ..trainer import run_manifest
+from ..trainer.lease_book import LeaseBook
 from ..trainer.leased_replies import (
     LeasedReplies,
     PromptDemand,

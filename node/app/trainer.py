@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
+from ...protocol.audits import held_versions
 from ...protocol.errors import RemoteProtocolError
-from ...protocol.leases import LeaseBook, TaskQueue
 from ...protocol.reputation import ban_test
 from ...protocol.trust import RunDocuments
 from ..config.run import RunConfig
@@ -50,6 +50,7 @@ from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher
 from ..trainer.kept_rollouts import RolloutKeeper
+from ..trainer.lease_book import LeaseBook, TaskQueue
 from ..trainer.loop import TrainerRole, open_checkpoints
 from ..trainer.publisher import Publisher
 from ..trainer.requests import ControlHandler
@@ -61,10 +62,9 @@ from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer, buffer_capacity
 from ..training.curriculum import Curriculum
 from ..training.restarts import Restarts, until_done
-from ..verification.auditor import LocalAudits
-from ..verification.batched_auditor import BatchedAuditor
 from ..verification.duplicates import CopyDetector
 from ..verification.envelope import NoiseEnvelope, Reader
+from ..verification.local_audits import LocalAudits
 from ..verification.self_calibration import SelfCalibration
 from ..verification.verifier import Readings, Verifier
 from ..weights.encoders import Encoders
@@ -214,9 +214,9 @@ class Verification:
         Audits wait for others only while `progress` trains; its clock counts the time that they take.
         """
         run = self._documents.manifest
-        batched = BatchedAuditor(self._auditor, progress.clock, may_wait=lambda: progress.training)
+        own = LocalAudits(self._auditor, progress.clock, may_wait=lambda: progress.training)
         audits = RemoteAuditors(
-            LocalAudits(batched),
+            own,
             self.queue,
             epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
@@ -224,7 +224,7 @@ class Verification:
         run_id, states = self._documents.run_id, publisher.states
         readings = None
         if self._reader is not None and self._calibration is not None:
-            readings = Readings(NoiseEnvelope(batched, self._reader), self._calibration)
+            readings = Readings(NoiseEnvelope(own, self._reader), self._calibration)
         return Verifier(run_id, run, environments, audits, states, CopyDetector(), readings)
 
 
@@ -525,7 +525,7 @@ class TrainerNode(IssuingNode):
         boot = services.ledger.count_boot()
         publisher = Publisher(
             services,
-            keep_states=config.rollouts.max_off_policy_steps + 3,
+            keep_states=held_versions(config.rollouts.max_off_policy_steps),
             encoders=self._encoders,
         )
         curricula = {

@@ -4,10 +4,11 @@ import asyncio
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
+from ...protocol.audits import held_versions
 from ..config.run import JoinConfig, default_auditor
 from ..ops.control import Status
 from ..validator.loop import StateCache, ValidatorRole
-from ..verification.batched_auditor import BatchedAuditor
+from ..verification.local_audits import LocalAudits
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
 
@@ -16,8 +17,6 @@ AUDIT_TIMEOUT_S = 120.0
 too."""
 VLLM_JOBS = 16
 """Jobs at a time where vLLM audits: those that wait are measured together. The trainer hands out no more."""
-MORE_VERSIONS = 3
-"""Versions to keep beyond the staleness bound, as many as the trainer does."""
 
 
 class ValidatorNode(PeerNode):
@@ -35,8 +34,8 @@ class ValidatorNode(PeerNode):
             "vllm" if run.proofs.vllm_alone else default_auditor(self._config.engine, exact=False)
         )
         engine = self._config.engine.model_copy(update={"type": kind})
-        auditor = BatchedAuditor(self._factories.auditor(engine, AUDIT_TIMEOUT_S))
-        cache = StateCache(run.limits.max_off_policy_steps + MORE_VERSIONS)
+        auditor = LocalAudits(self._factories.auditor(engine, AUDIT_TIMEOUT_S))
+        cache = StateCache(held_versions(run.limits.max_off_policy_steps))
         sync = self._make_weights(joined, cache, cache.put)
         role = ValidatorRole(joined.services, run, sync, cache, auditor)
         if kind == "vllm":

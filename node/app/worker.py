@@ -27,8 +27,9 @@ from ..pipeline.acceptor import LinkAcceptor
 from ..storage import run_files
 from ..verification.self_calibration import bounds_row
 from ..weights.payload import TensorShare, everything
-from ..worker.loop import InferenceRole, VerdictLog
+from ..worker.loop import InferenceRole
 from ..worker.pipelined_engine import Order
+from ..worker.verdicts import VerdictLog
 from ..worker.weight_sync import WeightSync, no_goal
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode

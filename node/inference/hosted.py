@@ -33,10 +33,10 @@ from .engine import (
     check_update,
     find_fingerprint,
 )
+from .engine_replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineTimeouts
 from .handover import HostedPolicy, read_adapter_base
 from .host_messages import ApiOptions, EngineSetUp
 from .place import StagePlace, check_placed, encode_place
-from .replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineTimeouts
 from .vllm_arguments import read_shape, resolve_parallel
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from ..models import huggingface
 from ..models.routers import RouterTap
 from ..models.tensors import to_torch, torch_dtype
 from ..weights.state import Changed, State
-from .placement import write
+from .parameter_placement import write
 from .quantization import dequantized_state, is_quantized
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ...protocol.manifests import RouteShape
 from ..errors import named_line, one_line
 from ..process.threads import share_python
 from .handover import POSITIONS, VALUES, WHOLE, WHOLE_FROM, read_spans
-from .placement import ParameterPlacement, PendingWrite, difference, trace
+from .parameter_placement import ParameterPlacement, PendingWrite, difference, trace
 from .policy_file import KeptBase, PolicyFile
 from .quantization import FP8, is_quantized, quantize
 from .vllm_arguments import DRAFT_HEAD, FP8_METHOD, INVARIANT, ROUTES, ROUTES_AUDITED

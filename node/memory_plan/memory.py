@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from ...protocol.audits import held_versions
 from ...protocol.rollouts import FINGERPRINT_NUMBERS
 from ..config.engine import EngineConfig
 from ..config.run import RunConfig
@@ -697,7 +698,7 @@ def plan_trainer(
         [
             MemoryItem("evaluation's network", network * evaluates),
             MemoryItem("evaluation's CUDA context", CONTEXT * (gpu and evaluates), estimate=True),
-            *plan_auditor(config, shape, config.rollouts.max_off_policy_steps + 3),
+            *plan_auditor(config, shape, held_versions(config.rollouts.max_off_policy_steps)),
             MemoryItem("the auditor's CUDA context", audit_context * gpu, estimate=True),
         ]
     )

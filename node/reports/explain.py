@@ -19,7 +19,7 @@ from ...protocol.session import decode
 from ...protocol.validators import decode_records
 from ..errors import NodeError, StorageError, UsageError, printable
 from ..storage.ledger import MANIFEST, VALIDATORS, KeptVerdict, LedgerView
-from ..verification.judge import REASONS
+from ..verification.judgement import REASONS
 
 
 @dataclass(frozen=True)

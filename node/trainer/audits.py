@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec.structs import astuple
+
 from ...crypto.hashing import short
 from ...protocol.audits import (
     MAX_CHOSEN,
@@ -51,7 +53,6 @@ from ..p2p.transport import Stream, TransportError
 from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
 from ..storage.ledger import VALIDATORS, Ledger
 from ..verification.auditor import (
-    MEASURES,
     AuditAnswer,
     AuditCall,
     AuditService,
@@ -63,7 +64,7 @@ from ..verification.auditor import (
     plain_turns,
 )
 from ..verification.bounds import PROVISIONAL
-from ..verification.judge import blame, first_above, judge
+from ..verification.judgement import blame, first_above, judge
 
 logger = logging.getLogger(__name__)
 
@@ -497,8 +498,8 @@ class RemoteAuditors:
         self._unconfirmed = RecentDict[bytes, float](MAX_WORKERS)
         """Evidence of another policy against workers that only validators found: a CUSUM, in nats."""
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
-        """See AuditService.audit().
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
+        """See AuditService.audit_rollouts().
 
         The trainer audits rollouts of several branches itself: the bundle lacks their turns. And those of a
         worker that a validator has covered for.
@@ -509,13 +510,13 @@ class RemoteAuditors:
             await self._queue.report(replace(call, chosen=plain), self._epoch()) if plain else None
         )
         if told is None:
-            return await self._own.audit(call)
+            return await self._own.audit_rollouts(call)
         answer = await self._confirm(replace(call, chosen=plain), *told)
         rest = [one for one in call.chosen if not _is_plain(one)]
         if not rest:
             return answer
         theirs = iter(answer.measured)
-        ours = iter((await self._own.audit(replace(call, chosen=rest))).measured)
+        ours = iter((await self._own.audit_rollouts(replace(call, chosen=rest))).measured)
         measured = [next(theirs if _is_plain(one) else ours) for one in call.chosen]
         return AuditAnswer(measured, answer.validator)
 
@@ -610,7 +611,7 @@ class RemoteAuditors:
             return {}
         chosen = [call.chosen[n] for n in numbers]
         try:
-            answer = await self._own.audit(replace(call, chosen=chosen))
+            answer = await self._own.audit_rollouts(replace(call, chosen=chosen))
         except EngineError as error:
             logger.warning(
                 "%d rollouts that a validator measured are not measured again: %s",
@@ -683,6 +684,5 @@ def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]
         distances = crossed.get(place, ())
         if len(distances) != len(one.items[0].boundaries):
             distances = ()
-        values = (getattr(row, name) for name in MEASURES)
-        found.append([Measured(row.tokens, *values, boundaries=distances, means=row.means)])
+        found.append([Measured(0, 0, *astuple(row)[2:], boundaries=distances)])
     return found

@@ -25,9 +25,9 @@ from ..p2p.services import NodeServices
 from ..storage.ledger import HonestRollout, readable
 from ..verification.auditor import plan_of
 from ..verification.class_bounds import ENOUGH, Reference
-from ..verification.judge import first_above
+from ..verification.judgement import first_above
 from ..verification.self_calibration import UNKNOWN, AuditConditions, SelfCalibration
-from ..verification.verifier import Verified
+from ..verification.verdict import Verified
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ..process.background import BackgroundThread
 from ..storage.rollouts import KeptRollout, Outcome, RolloutFiles, StepRecord, StepSettings
 from ..training.backend import Sample
 from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
-from ..verification.verifier import Verified
+from ..verification.verdict import Verified
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason
-from ...protocol.leases import Lease, LeaseOutcome
+from ...protocol.leases import Lease
 from ...protocol.recent import RecentDict
 from ...protocol.rollouts import Submission
-from ..verification.verifier import Verified
+from ..verification.verdict import Verified
+from .lease_book import LeaseOutcome
 from .pipeline_faults import of_others
 
 SLACK = 0.05

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from ...protocol.leases import Lease, LeaseBook, TaskQueue, prompt_digest
+from ...protocol.leases import Lease, prompt_digest
 from ...protocol.manifests import ProofContract, RunManifest
 from ...protocol.recent import RecentDict
 from ...protocol.reputation import BanTest
@@ -32,8 +32,10 @@ from ..environments.leased_prompts import LeasedPrompts
 from ..errors import EngineError, EngineLost
 from ..inference.engine import Completion, EngineStats, GenerateRequest
 from ..training.buffer import RolloutBuffer
-from ..verification.verifier import Verified, Verifier
+from ..verification.verdict import Verified
+from ..verification.verifier import Verifier
 from ..weights.state import Changed, State
+from .lease_book import LeaseBook, TaskQueue
 from .scheduler import PREPARED_TASKS, LeaseDemand, LeaseScheduler, TaskSupply
 from .state import Progress
 from .submissions import VerificationQueue

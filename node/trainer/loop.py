@@ -4,14 +4,20 @@ Invariants: with `checkpoint.interval = 1` no version is announced before a chec
 (otherwise a resume begins a new epoch). No batch holds a rollout beyond the staleness bound: the buffer removes
 it first. A version is published while the next batch is trained if the staleness bound leaves room for it, but
 never two at a time.
+
+Parts, in the order of a step (TrainerRole._step):
+- LeaseScheduler leases tasks to workers, which upload rollouts;
+- SubmissionQueue verifies these and fills the RolloutBuffer, of which BatchCutter cuts a batch;
+- credit() makes training samples of the batch, Demonstrations add theirs, TrainBackend trains on them;
+- SkippedSteps ends the run whose weights are ruined, Checkpoints make the step durable;
+- Publisher signs and spreads the new version, OnlineEvaluation measures it;
+- RunMetrics writes what the step did; next_batch() tells the operator what the next one waits for.
 """
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -22,190 +28,24 @@ from ..errors import RunFailed
 from ..evaluation.online import OnlineEvaluation
 from ..ops.metrics import MetricsLog
 from ..storage.run_files import CHECKPOINTS, weights_dir
-from ..training.advantages import CreditedBatch, credit, has_equal_rewards
+from ..training.advantages import CreditedBatch, credit
 from ..training.backend import Snapshot, TrainBackend, TrainBatch
-from ..training.buffer import BufferSnapshot, RolloutBuffer, RolloutGroup
+from ..training.buffer import BufferSnapshot, RolloutGroup
 from ..training.checkpoint import Checkpoints
 from ..training.skipped_steps import SkippedSteps
 from .demonstrations import Demonstrations
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
+from .metrics import RunMetrics
+from .next_batch import next_batch
 from .publisher import Publisher
 from .scheduler import BatchCutter, LeaseScheduler
-from .state import Progress, TrainerState, positions, snapshots
+from .state import TrainerState, positions, snapshots
 from .submissions import SubmissionQueue
-from .workers import WorkerRegistry, WorkerState
-
-SILENT_S = 15.0
-"""Silence after which a worker counts as silent; workers send something every five seconds (worker/loop.py,
-HEARTBEAT_S)."""
-NO_SIGNAL = "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
-REFUSED = "refused work"
-SILENT = "silent"
-UNMEASURED = "waiting for the bounds of noise of their class (`primerl-node status` names it)"
-WRONG_CLASS = "not of the numerics class that they claim"
-SAME_CLASS = (
-    "run the engine, release and GPU of a reference worker, with its options, or name one of these in "
-    "verification.references"
-)
-EXPLAIN = "`primerl-node explain` says why"
-ADVICE = {
-    Reason.STALE.value: (
-        "set a smaller rollouts.groups_per_lease, or a higher rollouts.max_off_policy_steps"
-    ),
-    Reason.UNCALIBRATED.value: (
-        "the noise of those workers is not measured, `primerl-node status` says what is missing"
-    ),
-}
-"""Advice for a run in which all rejections have one reason."""
-
-
-def next_batch(
-    config: RunConfig, scheduler: LeaseScheduler, submissions: SubmissionQueue, now: float
-) -> str:
-    """Describe what the next batch lacks; `now` in Unix seconds."""
-    buffer, unverified = submissions.buffer, submissions.waiting()
-    wanted = config.rollouts.groups_per_batch
-    on_lease = scheduler.book.leased()
-    said = f"{len(buffer)} of {wanted} groups are in"
-    equal = _equal_rewards(config, buffer)
-    if equal:
-        said += f", all of equal rewards ({equal})"
-    if replaced := sum(one.rejected_in_a_row for one in submissions.curricula.values()):
-        said += f", {replaced} in a row were not admitted by training.curriculum"
-    if on_lease:
-        said += f", {on_lease.total()} on lease{_silent_holders(scheduler.registry, on_lease)}"
-    if unverified:
-        said += f", {unverified} submission{'s' * (unverified > 1)} in verification"
-    if fault := submissions.verifier.judge_fault:
-        said += f"; {fault}"
-    if len(buffer) >= wanted:
-        said += "; waiting for groups of other workers (rollouts.max_peer_share)"
-    elif not unverified and all(scheduler.registry.refusal(node) for node in on_lease):
-        said += f"; {_workers(scheduler, now)}"
-    return "; ".join([*_no_progress(config, submissions.progress), said])
-
-
-def _equal_rewards(config: RunConfig, buffer: RolloutBuffer) -> str:
-    """Return the range of rewards if the buffer holds only groups of equal rewards.
-
-    Empty if it holds fewer than two groups, or if any group or loss has a signal anyway.
-    """
-    training, own = config.training, config.training_on()
-    settings = [own.get(group.environment, training) for group in buffer.groups()]
-    needs_signal = training.filter_zero_advantages and all(
-        one.loss.reads_advantages for one in settings
-    )
-    if len(buffer) < 2 or not needs_signal:
-        return ""
-    if not all(map(has_equal_rewards, buffer.groups(), settings)):
-        return ""
-    rewards = [group.rollouts[0].reward for group in buffer.groups()]
-    return reward_range(min(rewards), max(rewards))
-
-
-def reward_range(low: float, high: float) -> str:
-    """Format rewards in two decimals, from the lowest to the highest."""
-    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
-
-
-def _silent_holders(registry: WorkerRegistry, on_lease: Counter[bytes]) -> str:
-    silence = min(registry.silence(node) for node in on_lease)
-    if silence < SILENT_S:
-        return ""
-    return f" to workers that have been silent for {silence:.0f} s"
-
-
-def _no_progress(config: RunConfig, progress: Progress) -> list[str]:
-    """Describe batches without signal, and a batch whose rollouts were all rejected."""
-    rollouts = config.rollouts
-    said = [progress.skipping] if progress.skipping else []
-    limit = f"the run stops after {rollouts.max_empty_batches} without signal"
-    if progress.zero_advantage:
-        count = progress.zero_advantage
-        which = "batch" if count == 1 else f"{count} batches"
-        rewards = reward_range(*progress.equal_rewards)
-        said.append(f"every group of the last {which} had equal rewards ({rewards}): {limit}")
-    if progress.late:
-        tried = f"{progress.late} x {rollouts.batch_timeout_s:.0f} s"
-        said.append(f"no batch was full within {tried}: {limit}")
-    lost = progress.all_rejected()
-    if lost:
-        ordered = ", ".join(f"{name} {count}" for name, count in lost.most_common(3))
-        advice = ADVICE.get(min(lost), EXPLAIN) if len(lost) == 1 else EXPLAIN
-        said.append(f"everything since step {progress.step} was rejected ({ordered}): {advice}")
-    return said
-
-
-def _workers(scheduler: LeaseScheduler, now: float) -> str:
-    """Return why no worker holds a lease, with advice."""
-    registry = scheduler.registry
-    workers = {n: one for n, one in registry.workers.items() if n not in registry.audits.validators}
-    if not workers:
-        return f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(registry)}"
-    newest = max(scheduler.version, 0)
-    states = {node: _state(registry, node, one, newest, now) for node, one in workers.items()}
-    refused = [_why_refused(registry, node) for node, state in states.items() if state == REFUSED]
-    gone = sum(
-        state == SILENT or workers[node].left for node, state in states.items() if state != REFUSED
-    )
-    if refused and len(refused) + gone == len(workers):
-        left = f"{gone} of {len(workers)} workers are gone and the others are" if gone else ""
-        why = _commonest(refused)
-        remedy = SAME_CLASS if why == WRONG_CLASS else "repair or replace them"
-        return f"{left or 'every worker is'} refused work ({why}): {remedy}, {EXPLAIN}"
-    silent = [registry.silence(node) for node, state in states.items() if state == SILENT]
-    if len(silent) == len(workers):
-        return f"none of {len(workers)} workers is here, the last was heard {min(silent):.0f} s ago"
-    counted = Counter(states.values())
-    if REFUSED in counted:
-        counted[f"{REFUSED} ({_commonest(refused)})"] = counted.pop(REFUSED)
-    return f"workers: {', '.join(f'{count} {state}' for state, count in counted.most_common())}"
-
-
-def _state(
-    registry: WorkerRegistry, node: bytes, worker: WorkerState, newest: int, now: float
-) -> str:
-    if registry.refusal(node):
-        return REFUSED
-    if worker.left:
-        return f"failed ({worker.failure})" if worker.failure else "left"
-    if registry.silence(node) >= SILENT_S:
-        return SILENT
-    if worker.stats.version < 0:
-        return f"loading a first policy, version {newest}"
-    if registry.waits_for_bounds(node):
-        return UNMEASURED
-    rest = registry.book.record(node).rest_until - now
-    if rest > 0:
-        return f"resting {rest:.0f} s as leases did not come back, or with nothing"
-    if worker.stats.version < newest:
-        return f"fetching version {newest}"
-    return "asking for work"
-
-
-def _why_refused(registry: WorkerRegistry, node: bytes) -> str:
-    known = registry.reputations.get(node)
-    if known is None:
-        return "not known"
-    if known.placement.refused and not known.banned:
-        return WRONG_CLASS
-    return f"{'banned' if known.banned else 'too much was rejected'}: {known.top_reason()}"
-
-
-def _commonest(sentences: list[str]) -> str:
-    return Counter(sentences).most_common(1)[0][0]
-
-
-def _turned_away(registry: WorkerRegistry) -> str:
-    if not registry.turned_away:
-        return ""
-    reason, count = Counter(registry.turned_away).most_common(1)[0]
-    return f" ({count} that tried were refused: {reason})"
-
 
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.5
+NO_SIGNAL = "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
 MIN_STEPS_TO_OVERLAP = 4
 """Smallest max_off_policy_steps at which a version is published while the next is trained: leases made during
 that time are one version older (LeadTime.depth)."""
@@ -232,7 +72,7 @@ class TrainerRole:
         self._services = scheduler.registry.services
         self._ledger = self._services.ledger
         self._config = config
-        self._environments = [one.name for one in config.mixture]
+        self._environments = [environment.name for environment in config.mixture]
         self._training_on = config.training_on()
         self.scheduler = scheduler
         self.submissions = submissions
@@ -245,67 +85,21 @@ class TrainerRole:
         self.publisher = publisher
         self.checkpoints = open_checkpoints(config)
         self._skips = SkippedSteps(self.checkpoints)
-        self._metrics = metrics
         self._evaluation = evaluation
         self._demonstrations = demonstrations or Demonstrations()
+        self._metrics = RunMetrics(
+            config, scheduler, submissions, publisher, self._demonstrations, metrics
+        )
         self._baselines: dict[str, dict[str, float]] = {}
         """Baselines of rae, by environment and agent."""
         self._batches = BatchCutter(config.rollouts, self._buffer, scheduler.demand)
         self._covered: deque[int] = deque(maxlen=config.checkpoint.keep_last)
         """Arrival numbers up to which the newest checkpoints contain all submissions."""
-        self._saving_s = 0.0
-        """Seconds that checkpoints delayed the current step."""
-        self._audited_s = 0.0
-        """Seconds of audits, up to the newest step."""
         self._line: dict[str, float | None] = {}
         """Metrics of the newest step, without those of saving and publishing it."""
         self._compiling = False
         self._publishing: asyncio.Task[None] | None = None
         """Publication of the newest version, while it is in progress."""
-
-    def waits_for(self) -> str:
-        """Describe what the next batch waits for; empty during training."""
-        if self.progress.training:
-            return ""
-        if self.progress.step >= self._config.max_steps:
-            return "the last version and checkpoint are being written"
-        if self._compiling and len(self._buffer) >= self._config.rollouts.groups_per_batch:
-            return "the training step is being compiled"
-        return next_batch(self._config, self.scheduler, self.submissions, time.time())
-
-    async def restore(self, step: int, parts: dict[str, bytes]) -> None:
-        """Restore buffer, tasks and counts from the checkpoint of `step`."""
-        state = msgspec.json.decode(parts["cursor"], type=TrainerState)
-        await asyncio.to_thread(self._metrics.go_back, step, state.line)
-        await asyncio.to_thread(self._kept.go_back, step)
-        self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
-        self.scheduler.registry.reputations.update(state.restore_reputations(self._ledger))
-        arrived = self._ledger.arrived_after(state.verified_up_to)
-        for name, curriculum in self._curricula.items():
-            curriculum.restore(state.curriculum.get(name, {}))
-        # what was used is in the checkpoint's tasks: those of its groups that were lost wait there
-        unused = (one for one in arrived if one.arrival not in state.used)
-        answered = (self.submissions.open(one)[1] for one in unused)
-        state.restore_tasks(self.scheduler.book, self._environments, answered)
-        self._demonstrations.restore(state)
-        self._baselines = state.baselines
-        progress = self.progress
-        progress.verified_up_to = state.verified_up_to
-        used = frozenset(state.used)
-        progress.used = {one.arrival: one.node for one in arrived if one.arrival in used}
-        progress.history = list(state.history)
-        progress.staleness_history = list(state.staleness_history)
-        progress.staleness_max = state.staleness_max
-        progress.accepted, progress.received = state.accepted, state.received
-        self._skips.restore(step, state.skipped, state.skipped_in_a_row)
-        progress.skipped, progress.skipping = self._skips.total, self._skips.note()
-        progress.rejected = Counter(state.rejected)
-        progress.accepted_of = Counter(state.accepted_of)
-        progress.rejected_of = Counter(state.rejected_of)
-        self.publisher.delta_bytes, self.publisher.full_bytes = (
-            state.delta_bytes,
-            state.full_bytes,
-        )
 
     async def run(self, step: int) -> None:
         """Train from after `step` to the last step; publish every version.
@@ -324,7 +118,7 @@ class TrainerRole:
             try:
                 await self._compile()
                 while self.progress.step < self._config.max_steps:
-                    await self._turn(tasks)
+                    await self._step(tasks)
                 await self._published()
                 await self.settle()
                 self._skips.at_end()
@@ -336,16 +130,7 @@ class TrainerRole:
             for helper in helpers:
                 helper.cancel()
 
-    async def _compile(self) -> None:
-        """Compile the training step, while workers draw the first batch. Raises EngineError."""
-        self._compiling = True
-        try:
-            with self._clock.phase("compile"):
-                await self._backend.compile_step()
-        finally:
-            self._compiling = False
-
-    async def _turn(self, tasks: asyncio.TaskGroup) -> None:
+    async def _step(self, tasks: asyncio.TaskGroup) -> None:
         """Run one step: wait for a batch, train, checkpoint, publish."""
         start = time.monotonic()
         self.progress.begin_batch()
@@ -372,6 +157,21 @@ class TrainerRole:
         self.scheduler.book.lead.trained(time.monotonic() - start - waited, waited)
         await self.scheduler.work_changed()
 
+    async def _next_batch(self) -> list[RolloutGroup] | None:
+        """Wait for a full batch; None if there is none within batch_timeout_s. Raises RunFailed."""
+        self._batches.begin()
+        try:
+            async with (
+                asyncio.timeout(self._config.rollouts.batch_timeout_s),
+                self.submissions.grown,
+            ):
+                while (groups := self._batches.cut(time.time())) is None:
+                    self._check_curriculum()
+                    await self.submissions.grown.wait()
+        except TimeoutError:
+            return None
+        return groups
+
     async def _learn(
         self, groups: list[RolloutGroup], batch: CreditedBatch, waited: float
     ) -> asyncio.Future[Snapshot]:
@@ -388,23 +188,32 @@ class TrainerRole:
         self.progress.skipped, self.progress.skipping = self._skips.total, self._skips.note()
         if failure is not None:
             await self._published()
-            self._metrics.write(step, figures.values)
+            self._metrics.log.write(step, figures.values)
             raise failure
         snapshot = self._backend.snapshot()
-        snapshot.add_done_callback(
-            lambda one: one.cancelled() or one.exception()
-        )  # if nobody waits
+        snapshot.add_done_callback(  # if nobody waits
+            lambda future: future.cancelled() or future.exception()
+        )
         await self._published()
-        self._note(step, groups, staleness.mean, staleness.max, figures.values)
+        self._metrics.note(step, groups, staleness, figures.values)
         self._count_swept(self._buffer.advance(step))
-        rewards = mean_rewards(groups)
-        self._line = self._figures(batch, rewards, staleness.max, waited, figures.values)
+        self._line = self._metrics.line(batch, groups, staleness.max, waited, figures.values)
         interval = self._config.checkpoint.interval
         if step % interval == 0 or step == self._config.max_steps:
             with self._clock.phase("checkpoint"):
                 await self.begin_checkpoint(step)
         await self._keep_weights(step)
         return snapshot
+
+    def _count_swept(self, groups: list[RolloutGroup]) -> None:
+        self._kept.lost(groups, Reason.STALE.value)
+        count = sum(len(group.rollouts) for group in groups)
+        self.progress.accepted -= count
+        for group in groups:
+            self.progress.accepted_of[group.environment] -= len(group.rollouts)
+            self.progress.rejected_of[group.environment] += len(group.rollouts)
+        if count:
+            self.progress.rejected[Reason.STALE.value] += count
 
     async def _published(self) -> None:
         """Wait until the version in progress is published."""
@@ -427,7 +236,7 @@ class TrainerRole:
         await self.publisher.publish(step, policy, before_announcing=durable)
         await self._gossip()
         self._evaluation.begin(step, self.publisher.states[step])
-        self._write_metrics(step, line, time.monotonic() - began)
+        self._metrics.write(step, line, time.monotonic() - began)
         head = self._services.heads.latest()
         self._kept.write(trained, head.sealed if head else b"")
 
@@ -445,111 +254,43 @@ class TrainerRole:
             with self._clock.phase("export"):
                 await self._backend.export(weights_dir(self._config.run_dir, step))
 
-    def _note(
-        self,
-        step: int,
-        groups: list[RolloutGroup],
-        staleness: float,
-        staleness_max: int,
-        figures: dict[str, float],
-    ) -> None:
-        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
-        progress = self.progress
-        progress.step = step
-        progress.reward = sum(rewards) / len(rewards)
-        progress.rewards |= mean_rewards(groups)
-        progress.staleness = staleness
-        progress.staleness_max = max(progress.staleness_max, staleness_max)
-        progress.history.append((step, progress.reward))
-        progress.staleness_history.append((step, staleness))
-        mismatch = figures.get("mismatch_kl/all/mean", 0.0)
-        if math.isfinite(mismatch):
-            progress.mismatch_kl.append(mismatch)
+    # -- beside the steps --------------------------------------------------------------------------
 
-    def _figures(
-        self,
-        batch: CreditedBatch,
-        rewards: Mapping[str, float],
-        staleness_max: int,
-        waited: float,
-        figures: dict[str, float],
-    ) -> dict[str, float | None]:
-        """Return the metrics of a step before it is saved and published."""
-        progress, audited_s = self.progress, self._clock.seconds.get("audit", 0.0)
-        names = self._environments
-        auditing_s, self._audited_s = audited_s - self._audited_s, audited_s
-        return {
-            "time": round(time.time(), 3),
-            "reward/mean": progress.reward,
-            "off_policy/mean": progress.staleness,
-            "off_policy/max": staleness_max,
-            **figures,
-            "batch/samples": len(batch.samples),
-            "batch/groups": batch.groups,
-            "batch/pruned": batch.pruned,
-            "batch/flat": batch.flat,
-            "time/wait_for_batch": round(waited, 4),
-            "time/audit": round(auditing_s, 4),
-            "rollouts/accepted": progress.accepted,
-            "rollouts/rejected": sum(progress.rejected.values()),
-            **{f"reward/{name}": rewards.get(name) for name in names},
-            **{f"accepted/{name}": progress.accepted_of[name] for name in names},
-            **{f"rejected/{name}": progress.rejected_of[name] for name in names},
-            "leases/expired": self.scheduler.book.expired,
-            "leases/passed_over": sum(supply.passed_over for supply in self.scheduler.tasks),
-            **{k: v for one in self._curricula.values() for k, v in one.metrics().items()},
-            **self._demonstrations.figures(),
-        }
-
-    def _write_metrics(
-        self, step: int, line: dict[str, float | None], broadcasting_s: float
-    ) -> None:
-        progress = self.progress
-        told = {
-            "time": round(time.time(), 3),
-            "time/save_ckpt": round(self._saving_s, 4),
-            "time/broadcast_weights": round(broadcasting_s, 4),
-            "weights/delta_bytes": self.publisher.last_delta_bytes,
-        }
-        self._saving_s = 0.0
-        self._metrics.write(step, line | told)
-        logger.info(
-            "step %d | reward %.3f | staleness %.2f | mismatch KL %.2g | %.0f tokens/s | waited %.2fs",
-            step,
-            progress.reward or 0.0,
-            progress.staleness or 0.0,
-            line.get("mismatch_kl/all/mean") or 0.0,
-            line.get("perf/throughput") or 0.0,
-            line["time/wait_for_batch"],
-        )
-
-    async def _next_batch(self) -> list[RolloutGroup] | None:
-        """Wait for a full batch; None if there is none within batch_timeout_s. Raises RunFailed."""
-        self._batches.begin()
+    async def _compile(self) -> None:
+        """Compile the training step, while workers draw the first batch. Raises EngineError."""
+        self._compiling = True
         try:
-            async with (
-                asyncio.timeout(self._config.rollouts.batch_timeout_s),
-                self.submissions.grown,
-            ):
-                while (groups := self._batches.cut(time.time())) is None:
-                    self._check_curriculum()
-                    await self.submissions.grown.wait()
-        except TimeoutError:
-            return None
-        return groups
+            with self._clock.phase("compile"):
+                await self._backend.compile_step()
+        finally:
+            self._compiling = False
+
+    async def _expire_loop(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_INTERVAL_S)
+            late = self.scheduler.take_back(time.time())
+            for held in late:
+                logger.info("lease %d of %s is taken back", held.lease.lease_id, short(held.node))
+            if late:
+                await self.scheduler.work_changed()
+            # Groups of other workers may be due now, or may have been waited for long enough.
+            async with self.submissions.grown:
+                self.submissions.grown.notify_all()
+
+    # -- batches that do not come, or have no signal -----------------------------------------------
 
     def _check_curriculum(self) -> None:
         """Raise RunFailed if no more groups are to be expected that the curriculum admits."""
         rollouts, curricula = self._config.rollouts, self._curricula.values()
         limit = rollouts.max_empty_batches * rollouts.groups_per_batch
-        if min(one.rejected_in_a_row for one in curricula) >= limit:
+        if min(curriculum.rejected_in_a_row for curriculum in curricula) >= limit:
             raise RunFailed(
                 f"{limit} groups in a row had no signal (training.curriculum.gates admitted none): {NO_SIGNAL}"
             )
         book = self.scheduler.book
         queued = any(queue.requeued or queue.drawn for queue in book.tasks)
         coming = book.held or queued or self.submissions.waiting()
-        if all(one.exhausted for one in curricula) and not coming:
+        if all(curriculum.exhausted for curriculum in curricula) and not coming:
             raise RunFailed(
                 "every task is in a pool of weight 0: raise a weight of training.curriculum.sampler.pools, or "
                 "sampler.num_tasks"
@@ -580,6 +321,8 @@ class TrainerRole:
             f"{limit} batches in a row had no signal (every group's rewards are equal): {NO_SIGNAL}"
         )
 
+    # -- checkpoints -------------------------------------------------------------------------------
+
     async def checkpoint(self, step: int) -> None:
         """Write a checkpoint for `train --resume` after `step`."""
         await self.begin_checkpoint(step)
@@ -589,7 +332,7 @@ class TrainerRole:
         """Wait until the checkpoint that was begun is durable. Raises StorageError."""
         began = time.monotonic()
         await self.checkpoints.finish()
-        self._saving_s += time.monotonic() - began
+        self._metrics.saving_s += time.monotonic() - began
         # No kept checkpoint needs the submissions that the oldest of them contains.
         if len(self._covered) == self._covered.maxlen:
             self._ledger.forget_bodies(self._covered[0])
@@ -621,7 +364,9 @@ class TrainerRole:
             arrivals=self._ledger.last_arrival(),
             boots=self._ledger.boots(),
             reputations=snapshots(self.scheduler.registry.reputations),
-            curriculum={name: dict(one.rewards) for name, one in self._curricula.items()},
+            curriculum={
+                name: dict(curriculum.rewards) for name, curriculum in self._curricula.items()
+            },
             baselines=self._baselines,
             skipped=self._skips.total,
             skipped_in_a_row=self._skips.in_a_row,
@@ -637,39 +382,56 @@ class TrainerRole:
             await self.checkpoints.begin(step, parts, self._backend)
         else:
             await self.checkpoints.write(step, parts, self._backend)
-        self._saving_s += time.monotonic() - began
+        self._metrics.saving_s += time.monotonic() - began
         self._covered.append(state.verified_up_to)
 
-    async def _expire_loop(self) -> None:
-        while True:
-            await asyncio.sleep(EXPIRY_INTERVAL_S)
-            late = self.scheduler.take_back(time.time())
-            for held in late:
-                logger.info("lease %d of %s is taken back", held.lease.lease_id, short(held.node))
-            if late:
-                await self.scheduler.work_changed()
-            # Groups of other workers may be due now, or may have been waited for long enough.
-            async with self.submissions.grown:
-                self.submissions.grown.notify_all()
+    async def restore(self, step: int, parts: dict[str, bytes]) -> None:
+        """Restore buffer, tasks and counts from the checkpoint of `step`."""
+        state = msgspec.json.decode(parts["cursor"], type=TrainerState)
+        await asyncio.to_thread(self._metrics.log.go_back, step, state.line)
+        await asyncio.to_thread(self._kept.go_back, step)
+        self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
+        self.scheduler.registry.reputations.update(state.restore_reputations(self._ledger))
+        arrived = self._ledger.arrived_after(state.verified_up_to)
+        for name, curriculum in self._curricula.items():
+            curriculum.restore(state.curriculum.get(name, {}))
+        # what was used is in the checkpoint's tasks: those of its groups that were lost wait there
+        unused = (submission for submission in arrived if submission.arrival not in state.used)
+        answered = (self.submissions.open(submission)[1] for submission in unused)
+        state.restore_tasks(self.scheduler.book, self._environments, answered)
+        self._demonstrations.restore(state)
+        self._baselines = state.baselines
+        progress = self.progress
+        progress.verified_up_to = state.verified_up_to
+        used = frozenset(state.used)
+        progress.used = {
+            submission.arrival: submission.node
+            for submission in arrived
+            if submission.arrival in used
+        }
+        progress.history = list(state.history)
+        progress.staleness_history = list(state.staleness_history)
+        progress.staleness_max = state.staleness_max
+        progress.accepted, progress.received = state.accepted, state.received
+        self._skips.restore(step, state.skipped, state.skipped_in_a_row)
+        progress.skipped, progress.skipping = self._skips.total, self._skips.note()
+        progress.rejected = Counter(state.rejected)
+        progress.accepted_of = Counter(state.accepted_of)
+        progress.rejected_of = Counter(state.rejected_of)
+        self.publisher.delta_bytes, self.publisher.full_bytes = (
+            state.delta_bytes,
+            state.full_bytes,
+        )
 
-    def _count_swept(self, groups: list[RolloutGroup]) -> None:
-        self._kept.lost(groups, Reason.STALE.value)
-        count = sum(len(group.rollouts) for group in groups)
-        self.progress.accepted -= count
-        for group in groups:
-            self.progress.accepted_of[group.environment] -= len(group.rollouts)
-            self.progress.rejected_of[group.environment] += len(group.rollouts)
-        if count:
-            self.progress.rejected[Reason.STALE.value] += count
-
-
-def mean_rewards(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Return the mean reward of each environment's rollouts, for environments in `groups`."""
-    rewards: dict[str, list[float]] = {}
-    for group in groups:
-        found = rewards.setdefault(group.environment, [])
-        found += [rollout.reward for rollout in group.rollouts]
-    return {name: sum(found) / len(found) for name, found in rewards.items()}
+    def waits_for(self) -> str:
+        """Describe what the next batch waits for; empty during training."""
+        if self.progress.training:
+            return ""
+        if self.progress.step >= self._config.max_steps:
+            return "the last version and checkpoint are being written"
+        if self._compiling and len(self._buffer) >= self._config.rollouts.groups_per_batch:
+            return "the training step is being compiled"
+        return next_batch(self._config, self.scheduler, self.submissions, time.time())
 
 
 def open_checkpoints(config: RunConfig) -> Checkpoints:

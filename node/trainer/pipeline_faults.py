@@ -22,8 +22,8 @@ from ...protocol.reputation import (
     Room,
     outcome_of,
 )
-from ..verification.judge import StageAttribution
-from ..verification.verifier import AuditResults, Verified
+from ..verification.judgement import StageAttribution
+from ..verification.verdict import AuditResults, Verified
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from ...crypto.hashing import short
 from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Held, Lease, LeaseBook, LeasePolicy, LeaseShare, MixtureShare
+from ...protocol.leases import Lease
 from ...protocol.manifests import RouteShape
 from ...protocol.messages import MAX_LEASES, LeaseReply, LeaseRequest
 from ...protocol.pipelines import MAX_STAGES
@@ -25,6 +25,7 @@ from ..config.run import RolloutsConfig, RunConfig
 from ..environments.environment import Environment, EnvironmentFailed, ScoreMismatch, Task
 from ..models.support import support_bytes
 from ..training.buffer import RolloutBuffer, RolloutGroup, peer_cap, peer_room
+from .lease_book import Held, LeaseBook, LeasePolicy, LeaseShare, MixtureShare
 from .publisher import Publisher
 from .state import Progress
 from .workers import PendingRequest, WorkerRegistry, WorkerState

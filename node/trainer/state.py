@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ...crypto.hashing import short
-from ...protocol.leases import Lease, LeaseBook, TaskQueue
+from ...protocol.leases import Lease
 from ...protocol.reputation import Reputation, ReputationSnapshot
 from ...protocol.rollouts import Submission
 from ..errors import BAD_FILE, StorageError
@@ -20,6 +20,7 @@ from ..sft.data import DataCursor
 from ..storage.ledger import Ledger, readable
 from ..training.buffer import BufferSnapshot
 from ..training.checkpoint import Checkpoints
+from .lease_book import LeaseBook, TaskQueue
 
 KEY = "term"
 LEASES_PER_BOOT = 32

@@ -19,7 +19,7 @@ from ...crypto.hashing import short
 from ...protocol.audits import CHALLENGE_BYTES, Outliers, audit_rate
 from ...protocol.envelope import Purpose, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import Lease, LeaseOutcome, open_lease
+from ...protocol.leases import Lease, open_lease
 from ...protocol.manifests import ProofContract
 from ...protocol.messages import SubmitOffer
 from ...protocol.reputation import BanTest
@@ -31,9 +31,11 @@ from ..storage.ledger import QueuedSubmission
 from ..training.buffer import RolloutBuffer, RolloutGroup
 from ..training.curriculum import Curriculum
 from ..verification.self_calibration import AuditConditions
-from ..verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
+from ..verification.verdict import ReceivedSubmission, Verified, refuse_all
+from ..verification.verifier import Verifier
 from .bounds_book import MeasuredRows
 from .kept_rollouts import NOT_ADMITTED, RolloutKeeper
+from .lease_book import LeaseOutcome
 from .lease_outcomes import EXCUSED
 from .pipeline_faults import StageFaults, spared
 from .scheduler import LeaseScheduler

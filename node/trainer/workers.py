@@ -22,7 +22,6 @@ from ...crypto.hashing import short
 from ...protocol import tickets
 from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.leases import LeaseBook, NodeRecord, Origin, Standing
 from ...protocol.manifests import EnvironmentContract
 from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
 from ...protocol.numerics import NumericsClass
@@ -40,6 +39,7 @@ from ..storage.ledger import AdmittedNode
 from ..verification.self_calibration import SelfCalibration
 from .audits import AuditQueue
 from .bounds_book import BoundsBook
+from .lease_book import LeaseBook, NodeRecord, Origin, Standing
 from .lease_outcomes import WorkRecords
 from .pipeline_coordinator import PipelineCoordinator
 from .sessions import Sessions

@@ -213,7 +213,8 @@ def buffer_capacity(max_off_policy_steps: int, groups_per_batch: int) -> int:
     """Return the number of groups for which a run's buffer has room: all that may ever be leased, and a batch.
 
     LeadTime.depth() admits at most max_off_policy_steps + 1 batches. More groups come back than were expected
-    where a curriculum suddenly admits all of them.
+    where a curriculum suddenly admits all of them. These are batches, not versions (audited_versions() in
+    protocol/audits.py is the same number by chance).
     """
     return (max_off_policy_steps + 2) * groups_per_batch
 

@@ -20,7 +20,6 @@ from ...protocol.audits import (
     MAX_UNREADABLE_DETAIL,
     AuditReport,
     CrossedRow,
-    MeasuredRow,
     Place,
     UnreadableRow,
 )
@@ -37,7 +36,7 @@ from ...protocol.messages import (
     AuditWait,
     WorkerStats,
 )
-from ...protocol.rollouts import Submission
+from ...protocol.rollouts import MEASURES, Evidence, Submission
 from ...protocol.trust import AdmittedHead
 from ...protocol.version import ALPN_CONTROL
 from ..errors import EngineError, first_cause
@@ -48,7 +47,6 @@ from ..p2p.transport import Stream, StreamClosed, TransportError
 from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
 from ..p2p.waiting import LogBackoff
 from ..verification.auditor import (
-    MEASURES,
     AuditItem,
     Auditor,
     Measured,
@@ -353,8 +351,8 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
     plan = plan_of(submission, run=run_id, trainer=run.trainer, node=job.node)
     checked = check_submission(submission, lease, run, max(job.versions), plan)
     sampling = environment_of(run, lease).sampling
-    rollouts = {(one.group, one.index): one for one in checked.rollouts}
-    others = {one.claimed: one.others for one in job.others}
+    rollouts = {(rollout.group, rollout.index): rollout for rollout in checked.rollouts}
+    others = {policies.claimed: policies.others for policies in job.others}
     items: list[AuditItem] = []
     for place in job.chosen:
         rollout = rollouts.get((place.group, place.rollout))
@@ -377,22 +375,22 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
     return items
 
 
-def make_report(job: AuditJob, found: Sequence[Measured | Unreadable]) -> AuditReport:
-    """Make the report of a job; `found` holds one entry per chosen rollout."""
-    measured: list[MeasuredRow] = []
+def make_report(job: AuditJob, answers: Sequence[Measured | Unreadable]) -> AuditReport:
+    """Make the report of a job; `answers` holds one entry per chosen rollout."""
+    measured: list[Evidence] = []
     unreadable: list[UnreadableRow] = []
     crossed: list[CrossedRow] = []
-    for place, one in zip(job.chosen, found, strict=True):
-        if isinstance(one, Unreadable):
-            detail = one.detail.encode("ascii", "replace").decode()[:MAX_UNREADABLE_DETAIL]
-            unreadable.append(UnreadableRow(place.group, place.rollout, one.proof, detail))
+    for place, answer in zip(job.chosen, answers, strict=True):
+        if isinstance(answer, Unreadable):
+            detail = answer.detail.encode("ascii", "replace").decode()[:MAX_UNREADABLE_DETAIL]
+            unreadable.append(UnreadableRow(place.group, place.rollout, answer.proof, detail))
             continue
-        values = (_finite(getattr(one, name)) for name in MEASURES)
+        values = (_finite(getattr(answer, name)) for name in MEASURES)
         measured.append(
-            MeasuredRow(place.group, place.rollout, one.tokens, *values, means=one.means)
+            Evidence(place.group, place.rollout, answer.tokens, *values, means=answer.means)
         )
-        if one.boundaries:
-            distances = tuple(map(_finite, one.boundaries))
+        if answer.boundaries:
+            distances = tuple(map(_finite, answer.boundaries))
             crossed.append(CrossedRow(place.group, place.rollout, distances))
     return AuditReport(
         job.job,

@@ -31,24 +31,13 @@ from ...protocol.manifests import (
     SamplingContract,
 )
 from ...protocol.pipelines import Encoding, PipelinePlan, check_plan
-from ...protocol.rollouts import Evidence, Submission
+from ...protocol.rollouts import MEASURES, Evidence, Submission
 from ..config.engine import Quantization
 from ..environments.environment import Branch
 from ..errors import EngineError
 from ..weights.state import State
 from ..weights.state_history import HeldState
 from .checks import CheckedRollout, sampled_runs
-
-MEASURES = (
-    "fingerprint",
-    "sampling",
-    "sampling_max",
-    "logprob",
-    "logprob_max",
-    "other_policy",
-    "routing",
-    "routing_max",
-)
 
 
 @dataclass(frozen=True)
@@ -112,21 +101,14 @@ class AuditItem:
         return sorted(self.claimed.union(self.others))
 
 
-class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """Measurements of one branch; protocol/rollouts.py: Evidence explains the fields."""
+class Measured(Evidence, frozen=True, array_like=False, tag="measured"):
+    """Evidence of one branch.
 
-    tokens: int
-    fingerprint: float
-    sampling: float
-    sampling_max: float
-    logprob: float
-    logprob_max: float
-    other_policy: float
-    routing: float = 0.0
-    routing_max: float = 0.0
+    An auditor knows no places: `group` and `rollout` stay 0 until evidence() sets those of the rollout.
+    """
+
     boundaries: tuple[float, ...] = ()
     """Distance at each boundary of the item, like `fingerprint`."""
-    means: tuple[float, ...] = ()
 
 
 class Reading(msgspec.Struct, frozen=True, tag="reading"):
@@ -454,19 +436,6 @@ class AuditAnswer:
 class AuditService(Protocol):
     """Service that audits rollouts, here or on validators."""
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         """Measure every chosen rollout. Raises EngineError when that is not possible."""
         ...
-
-
-class LocalAudits:
-    """An AuditService with this node's own auditor."""
-
-    def __init__(self, auditor: Auditor) -> None:
-        self._auditor = auditor
-
-    async def audit(self, call: AuditCall) -> AuditAnswer:
-        """See AuditService."""
-        items = [item for target in call.chosen for item in target.items]
-        measured = iter(await self._auditor.audit(items, call.states))
-        return AuditAnswer([[next(measured) for _ in target.items] for target in call.chosen])

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.reputation import CLIP_NATS
-from ...protocol.rollouts import Evidence
+from ...protocol.rollouts import MEASURES, Evidence
 from ..config.run import RunConfig
 from ..errors import UsageError
 from ..inference.numerics import engine_class
-from .auditor import MEASURES
-from .judge import judge
+from .judgement import judge
 
 Values = NDArray[np.float64]
 

@@ -6,8 +6,7 @@ import msgspec
 
 from ...protocol.manifests import ProofContract, Thresholds, Version
 from ...protocol.numerics import ClassBounds, NumericsClass
-from ...protocol.rollouts import Evidence
-from .auditor import MEASURES
+from ...protocol.rollouts import MEASURES, Evidence
 from .bounds import PROVISIONAL, Bands, bands, false_positives
 
 ENOUGH = 64

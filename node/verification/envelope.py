@@ -24,11 +24,11 @@ from msgspec import structs
 from ...protocol.manifests import ProofContract, RunManifest, Thresholds
 from ...protocol.numerics import ENVELOPE, ClassBounds, MeanBounds
 from ...protocol.reputation import WINDOW
-from ...protocol.rollouts import Evidence
+from ...protocol.rollouts import MEASURES, Evidence
 from ..inference.fingerprint import TOKEN_BYTES
 from ..models.support import cut_support
 from ..weights.state import State
-from .auditor import MEASURES, AuditItem, Auditor, Measured, Reading, SampledSpan, Unreadable
+from .auditor import AuditItem, Auditor, Measured, Reading, SampledSpan, Unreadable
 from .bounds import FEWEST, PROVISIONAL, Bands, bands
 from .class_bounds import Reference, bounds_made_of, widening
 
@@ -51,10 +51,12 @@ MEANS_WIDER = 4.0
 """Bounds of signed means, in units of PAIR times the root mean square of those of the readings' windows."""
 LEAST_MEAN = 0.003
 """Least bound of means of logprobs, nats: stated ones are rounded, and a KL of this size is no cheat."""
-LEAST_SHIFT = 0.05
-"""Part of the readings' mean distance that is added to the bound of shifted states."""
-DISTANCE_WIDER = 1.2
-"""Bound of the mean distance, in units of PAIR times that of the readings, which are of other texts."""
+LEAST_SHIFT = 0.5
+"""Part of the readings' mean distance that is added to the bound of shifted states: other kernels shift the
+states of a model by up to 0.42 of it (4B, eager), however long the texts are."""
+DISTANCE_WIDER = 1.12
+"""Bound of the mean distance, in units of PAIR times that of the readings; an honest window in 700 reached
+1.10 of it."""
 RENEW = 8
 """New readings after which bounds are made anew, once there are ENOUGH."""
 READ = 1 / 64

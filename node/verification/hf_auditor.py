@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from ...protocol.audits import audited_versions
 from ...protocol.manifests import RunManifest
 from ..config.engine import EXACT_NEEDS_VLLM, KEPT_NEEDS_VLLM, EngineConfig
 from ..errors import EngineError
@@ -46,7 +47,7 @@ from .auditor import (
     check_model_routes,
     check_versions,
 )
-from .portions import AuditFailed, Portions, prefill_costs
+from .local_audits import AuditFailed, Portions, prefill_costs
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +177,8 @@ class HfAuditor:
         if self._dtype:
             terms = dataclasses.replace(terms, dtype=self._dtype)
         self._setup = AuditSetUp(terms, self._threads)
-        # Versions that may be claimed and the one before, up to the number that the trainer holds whole:
-        # older ones are handed over again when an audit needs them.
-        self._most_states = min(run.limits.max_off_policy_steps + 2, WHOLE + 1)
+        # up to the number that the trainer holds whole: older ones are handed over again when they are needed
+        self._most_states = min(audited_versions(run.limits.max_off_policy_steps), WHOLE + 1)
 
     async def audit(
         self,

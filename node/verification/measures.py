@@ -177,6 +177,8 @@ def summarize(
     )
     return [
         Measured(
+            group=0,
+            rollout=0,
             tokens=count,
             fingerprint=_distance(proof),
             sampling=sampling / max(count, FEWEST),

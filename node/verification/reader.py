@@ -19,12 +19,12 @@ from torch.nn.functional import pad
 
 from ..inference.fingerprint import pack
 from ..inference.model import LanguageModel, pick_device
-from ..inference.sampler import Limits, draw
+from ..inference.sampler import draw
 from ..models.device import upload, upload_array
 from ..models.support import Ids, pack_support
 from ..weights.state import State
 from .auditor import AuditItem, Reading, Unreadable
-from .replay import BATCH_TOKENS, Kept, Replay
+from .prefill_audit import BATCH_TOKENS, Kept, PrefillAudit, SampledPositions, batches, leading_rows
 
 WORK_BYTES = 2 * 2**30
 """Memory of a GPU beside the weights: the states, scores and logits of a batch."""
@@ -33,7 +33,7 @@ LEFT_FREE = 0.05
 NOT_READ = "a branch of several policy versions or nodes is not read: cut it first"
 
 
-class TextReader(Replay):
+class TextReader(PrefillAudit):
     """Reading of items, with a cache of the networks used last; for one thread."""
 
     def read(
@@ -58,8 +58,8 @@ class TextReader(Replay):
             for version, numbers in by_version.items():
                 network = self._network(version, states[version])
                 most = self._batch_tokens or BATCH_TOKENS.get(network.device.type, 2**11)
-                for batch in _batches([(one, len(items[one].token_ids)) for one in numbers], most):
-                    found = self._read(network, [items[one] for one in batch])
+                for batch in batches(numbers, items, most):
+                    found = self._read(network, [items[number] for number in batch])
                     answers |= zip(batch, found, strict=True)
         return [answers[number] for number in range(len(items))]
 
@@ -80,13 +80,14 @@ class TextReader(Replay):
     def _read(self, network: LanguageModel, items: Sequence[AuditItem]) -> list[Reading]:
         lengths = [len(item.token_ids) for item in items]
         ids = np.concatenate([np.array(item.token_ids, np.int64) for item in items])
-        places, rows, seeds, counts = _positions(items)
+        sampled = SampledPositions.of(items)
+        rows = leading_rows(lengths, sampled.counts, sampled.places)
         device = network.device
         hidden = network.packed(upload_array(ids, device), lengths, None, None)
         hidden = hidden[upload_array(rows, device)]
         projected = self._projected(hidden).cpu().numpy()
-        tokens, logprobs, support = self._drawn(network, hidden, items, counts, places, seeds)
-        ends = np.cumsum(counts)[:-1]
+        tokens, logprobs, support = self._drawn(network, hidden, items, sampled)
+        ends = np.cumsum(sampled.counts)[:-1]
         return [
             Reading(
                 drawn.tolist(),
@@ -109,24 +110,18 @@ class TextReader(Replay):
         network: LanguageModel,
         hidden: Tensor,
         items: Sequence[AuditItem],
-        counts: Sequence[int],
-        places: NDArray[np.int64],
-        seeds: NDArray[np.int64],
+        sampled: SampledPositions,
     ) -> tuple[NDArray[np.int64], NDArray[np.float64], Ids]:
         """Return the tokens that the network draws after `hidden` [S, d], their logprobs and supports."""
         device = network.device
-        warm = np.repeat(np.array([one.temperature for one in items], np.float32), counts)
+        warm = sampled.temperatures
         greedy = not warm.any()
-        limits = Limits(
-            np.repeat(np.array([one.top_k for one in items], np.int64), counts),
-            np.repeat(np.array([one.top_p for one in items], np.float32), counts),
-        )
         temperatures = upload(torch.from_numpy(np.ones_like(warm) if greedy else warm), device)
-        drawn_with, at = upload_array(seeds, device), upload_array(places, device)
+        drawn_with, at = upload_array(sampled.seeds, device), upload_array(sampled.places, device)
         tokens: list[Tensor] = []
         logprobs: list[Tensor] = []
         supports: list[Tensor] = []
-        supported = np.repeat([bool(one.support) for one in items], counts)
+        supported = np.repeat([bool(item.support) for item in items], sampled.counts)
         stated = upload(torch.from_numpy(supported), device)
         step = self._rows(network, hidden)
         for start in range(0, len(hidden), step):
@@ -137,7 +132,7 @@ class TextReader(Replay):
                 tokens.append(best)
                 logprobs.append(likely)
                 continue
-            narrowed = limits.narrowed(part, device)
+            narrowed = sampled.limits.narrowed(part, device)
             found = draw(logits, temperatures[part], drawn_with[part], at[part], narrowed)
             tokens.append(found.tokens)
             over = found.support_logprobs
@@ -160,41 +155,7 @@ def has_room(numbers: int, free: int, total: int) -> bool:
     return free - 4 * numbers - WORK_BYTES >= LEFT_FREE * total
 
 
-def _positions(
-    items: Sequence[AuditItem],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[int]]:
-    """Return, of the sampled tokens of all items [S]: positions in their branches, rows of the packed batch
-    that lead to them, and seeds; and the number of each item's."""
-    places: list[NDArray[np.int64]] = []
-    rows: list[NDArray[np.int64]] = []
-    seeds: list[int] = []
-    counts: list[int] = []
-    before = 0
-    for item in items:
-        own = np.concatenate([np.arange(one.start, one.end) for one in item.replies])
-        places.append(own)
-        rows.append(own + (before - 1))
-        for reply in item.replies:
-            seeds += [reply.seed] * (reply.end - reply.start)
-        counts.append(len(own))
-        before += len(item.token_ids)
-    return np.concatenate(places), np.concatenate(rows), np.array(seeds, np.int64), counts
-
-
 def _proof(projected: NDArray[np.float32], item: AuditItem) -> bytes:
     """Pack projected states [S, 7], each reply by itself."""
     ends = np.cumsum([reply.end - reply.start for reply in item.replies])[:-1]
     return b"".join(pack(part) for part in np.split(projected, ends))
-
-
-def _batches(lengths: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
-    """Group (number, tokens) by length, longest first: up to `most` tokens, or a single longer one."""
-    batches: list[list[int]] = []
-    room = 0
-    for number, length in sorted(lengths, key=lambda one: -one[1]):
-        if length > room:
-            batches.append([])
-            room = max(most, length)
-        batches[-1].append(number)
-        room -= length
-    return batches

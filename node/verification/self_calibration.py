@@ -23,13 +23,12 @@ from msgspec import structs
 from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.numerics import ENVELOPE, MAX_CLASSES, ClassBounds, NumericsClass
 from ...protocol.reputation import Placement
-from ...protocol.rollouts import Evidence
+from ...protocol.rollouts import MEASURES, Evidence
 from ..ops.control import BoundsRow
 from . import envelope
-from .auditor import MEASURES
 from .class_bounds import ENOUGH, Reference, make_bounds, provisional
 from .envelope import envelope_bounds
-from .judge import first_above
+from .judgement import first_above
 
 logger = getLogger(__name__)
 

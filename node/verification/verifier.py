@@ -9,32 +9,17 @@ Invariants:
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
-import msgspec
 from msgspec import structs
 
 from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, check_assignment, environment_of
 from ...protocol.manifests import RunManifest
-from ...protocol.numerics import ENVELOPE, ClassBounds
-from ...protocol.pipelines import PipelinePlan
-from ...protocol.rollouts import (
-    MAX_BLAMED,
-    MAX_EVIDENCE,
-    MAX_REJECTIONS,
-    Blamed,
-    Evidence,
-    PipelineVerdict,
-    Rejection,
-    Submission,
-    Verdict,
-    clipped,
-)
+from ...protocol.numerics import ENVELOPE
+from ...protocol.rollouts import Submission, Verdict
 from ..environments.environment import (
     Environment,
     EnvironmentFailed,
@@ -64,8 +49,18 @@ from .checks import CheckedRollout, Rejected, check_submission, sampled_runs
 from .class_bounds import ENOUGH, Reference
 from .duplicates import CopyDetector
 from .envelope import NoiseEnvelope
-from .judge import Judgement, StageAttribution, blame, first_above, judge, name_stages
+from .judgement import REASONS, blame, first_above, judge, name_stages
 from .self_calibration import AuditConditions, SelfCalibration
+from .verdict import (
+    PendingVerdict,
+    ReceivedSubmission,
+    RescoredRollout,
+    Turn,
+    Verified,
+    claimed_versions,
+    make_verdict,
+    reject_as_before,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -80,89 +75,35 @@ STUCK_MOST = 2
 """Rollouts of one submission on which the environment may hang; the others are then not scored."""
 
 
-@dataclass(frozen=True)
-class ReceivedSubmission:
-    """A submission as it arrived: its sender, its number in the order of receipt, and the challenge."""
-
-    number: int
-    digest: bytes
-    node: bytes
-    sealed: bytes
-    challenge: bytes
-    """Random bytes that were drawn after the receipt."""
+def _reasons(codes: str) -> tuple[Reason, ...]:
+    return tuple(map(Reason, codes.split()))
 
 
-@dataclass(frozen=True)
-class RescoredRollout:
-    """A rollout that passed the cheap checks, and the trainer's own score of it."""
-
-    rollout: CheckedRollout
-    score: Score
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """(group, index)."""
-        return self.rollout.group, self.rollout.index
-
-
-@dataclass
-class AuditResults:
-    """Results of the audits of a submission."""
-
-    evidence: list[Evidence] = field(default_factory=list[Evidence])
-    judgements: list[Judgement] = field(default_factory=list[Judgement])
-    """One per evidence."""
-    blames: list[StageAttribution] = field(default_factory=list[StageAttribution])
-    """One per evidence, if a pipeline made the submission."""
-    validator: bytes = b""
-    versions: list[int] = field(default_factory=list[int])
-    """One per evidence: the newest policy version that sampled any of it."""
-    readings: list[Reference] = field(default_factory=list[Reference])
-    """The auditor's noise in those rollouts that were read in float32."""
-    envelope: ClassBounds | None = None
-    """The envelope, if these readings made it anew."""
+PLAN = _reasons(
+    "wrong_version malformed too_large wrong_purpose wrong_run wrong_signer bad_signature"
+)
+"""Reasons of unseal() and check_plan()."""
+FORM_OF_BUNDLE = _reasons("wrong_task too_large malformed")
+FORM_OF_ROLLOUT = _reasons(
+    "missing_index withdrawn environment_error bad_reward malformed too_large token_out_of_range bad_logprobs "
+    "future_policy stale bad_termination bad_proof bad_routes wrong_order"
+)
+"""Reasons of check_submission(), in the order of checks.py."""
+AUDIT = (*_reasons("audit_failed bad_proof"), *dict.fromkeys(REASONS.values()))
+"""Reasons of an audit, in the order of blame."""
 
 
 @dataclass(frozen=True)
-class Verified:
-    """A verdict, and the groups made of the accepted rollouts."""
+class SubmissionCheck:
+    """One check of a submission."""
 
-    verdict: Verdict
-    rejections: list[Rejection]
-    """All rejections; the verdict lists the first ones."""
-    groups: list[RolloutGroup]
-    audited: AuditResults = field(default_factory=AuditResults)
-    plan: PipelinePlan | None = None
-    """Plan of the pipeline that made the submission, if it names one."""
-    placing: bool = False
-    """See AuditConditions."""
-    environment: str = ""
-    """Name of the environment; empty if the bundle as a whole was refused."""
-
-    def reasons(self) -> Counter[Reason]:
-        """Count rejected rollouts by reason."""
-        return Counter(rejection.reason for rejection in self.rejections)
-
-
-@dataclass
-class _Work:
-    """A submission that is being verified."""
-
-    lease: Lease
-    arrival: ReceivedSubmission
-    plan: PipelinePlan | None
-    conditions: AuditConditions
-    rejections: list[Rejection]
-    audited: AuditResults = field(default_factory=AuditResults)
-    texts: set[int] = field(default_factory=set[int])
-    """Hashes of the audited texts: one that comes again says nothing new of the means of a worker."""
-
-    def reject(self, rollout: CheckedRollout, reason: Reason, detail: str) -> None:
-        self.rejections.append(Rejection(rollout.group, rollout.index, reason, clipped(detail)))
-
-    def without_rejected(self, passed: Sequence[RescoredRollout]) -> list[RescoredRollout]:
-        rejected = {(one.group, one.rollout) for one in self.rejections}
-        return [one for one in passed if one.place not in rejected]
+    run: Callable[[PendingVerdict], Awaitable[None]]
+    """Rejects rollouts, or raises RemoteProtocolError: then the bundle as a whole is refused."""
+    reasons: tuple[Reason, ...]
+    """Why it refuses."""
+    cost: str
+    again: bool = True
+    """Whether it is repeated where a verdict stands that was given before a restart."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +118,47 @@ class Readings:
 
 class Verifier:
     """Verification of submissions against lease, environment and policy."""
+
+    def checks(self) -> tuple[SubmissionCheck, ...]:
+        """Return the checks of a submission, in the order in which they run.
+
+        Before them its receiver has checked envelope, lease and deadline (node/trainer/submissions.py).
+        """
+        return (
+            # of the whole bundle: they raise
+            SubmissionCheck(
+                self._check_tasks, (Reason.ENVIRONMENT_ERROR,), "the lease's tasks, made again"
+            ),
+            SubmissionCheck(self._open_plan, PLAN, "a signature, if it is a pipeline's"),
+            # of each rollout: they reject it
+            SubmissionCheck(
+                self._check_form,
+                FORM_OF_BUNDLE + FORM_OF_ROLLOUT,
+                "arithmetic over all tokens, in a thread",
+            ),
+            SubmissionCheck(self._check_held, (Reason.STALE,), "none", again=False),
+            SubmissionCheck(
+                self._score_all,
+                (Reason.BAD_PROMPT, Reason.BAD_REWARD, Reason.ENVIRONMENT_ERROR),
+                "the environment plays each again, and may ask a judge model: up to minutes",
+            ),
+            SubmissionCheck(
+                self._check_still_held,
+                (Reason.STALE,),
+                "waits for submissions before it",
+                again=False,
+            ),
+            SubmissionCheck(
+                self._check_copies, (Reason.DUPLICATE,), "20 ms of a thread for 131,072 tokens"
+            ),
+            SubmissionCheck(
+                self._audit,
+                AUDIT,
+                "a prefill of the share `rate`; of all if one is guilty",
+                again=False,
+            ),
+            SubmissionCheck(self._check_calibrated, (Reason.UNCALIBRATED,), "none", again=False),
+        )
 
     def __init__(
         self,
@@ -203,16 +185,15 @@ class Verifier:
         self._comparisons = VersionComparisons()
         self._varies: dict[int, str] = {}
         """Environment number -> evidence that it is not deterministic, although it was declared so."""
-        for one in run.environments:
-            if one.rewards == "claimed":
+        for environment in run.environments:
+            if environment.rewards == "claimed":
                 logger.warning(
                     "environment %s: tool results and rewards are believed as workers claim them, as its tools "
                     "are not deterministic",
-                    one.name,
+                    environment.name,
                 )
         self._earlier: asyncio.Future[None] | None = None
-        """Done when all submissions before were checked for copies: of two, the first received is the
-        original."""
+        """Done when all submissions before were checked for copies."""
 
     @property
     def fault(self) -> str:
@@ -223,7 +204,11 @@ class Verifier:
     def judge_fault(self) -> str:
         """Judges that do not answer, so that rewards wait; empty if all answer."""
         return "; ".join(
-            dict.fromkeys(one.judge_fault for one in self._environments if one.judge_fault)
+            dict.fromkeys(
+                environment.judge_fault
+                for environment in self._environments
+                if environment.judge_fault
+            )
         )
 
     async def verify(
@@ -247,45 +232,19 @@ class Verifier:
         Raises RemoteProtocolError if the bundle as a whole is not the work of its lease, or if the environment
         has changed since the lease was signed, which is not the worker's fault.
         """
-        earlier, done = self._earlier, asyncio.get_running_loop().create_future()
-        self._earlier = done
+        turn = Turn(self._earlier)
+        self._earlier = turn.over
+        conditions = conditions or AuditConditions(self._run.proofs)
+        work = PendingVerdict(submission, lease, arrival, turn, conditions, version, rate, before)
         try:
-            await self._check_lease(lease)
-            plan = plan_of(
-                submission, run=self._run_id, trainer=self._run.trainer, node=arrival.node
-            )
-            checked = await asyncio.to_thread(
-                check_submission, submission, lease, self._run, version, plan
-            )
-            conditions = conditions or AuditConditions(self._run.proofs)
-            work = _Work(lease, arrival, plan, conditions, checked.rejections)
-            rollouts = checked.rollouts
-            if before is None:
-                rollouts = [one for one in rollouts if self._check_held(one, work)]
-            passed = await self._score_all(rollouts, work)
-            if earlier is not None:
-                await asyncio.wait([earlier])
-            # While they were scored the publisher may have dropped an old version; a stale rollout leaves no
-            # trace among the copies. What is held now is kept for the audit: copies are looked for meanwhile.
-            states: Mapping[int, State] = {}
-            if before is None:
-                passed = [one for one in passed if self._check_held(one.rollout, work)]
-                states = self._claimed_states(passed)
-            passed = await self._without_copies(passed, work)
+            for check in self.checks():
+                if before is None or check.again:
+                    await check.run(work)
         finally:
-            # also if this one is refused at once: the next one waits for all that came before
-            if earlier is None or earlier.done():
-                done.set_result(None)
-            else:
-                earlier.add_done_callback(lambda _: done.set_result(None))
+            turn.pass_on()
         if before is not None:
-            _reject_as_before(passed, before, work)
-        else:
-            await self._audit(passed, states, work, rate)
-            if unlearned := work.conditions.unlearned:
-                for one in work.without_rejected(passed):
-                    work.reject(one.rollout, Reason.UNCALIBRATED, unlearned)
-        passed = work.without_rejected(passed)
+            reject_as_before(work, before)
+        passed = work.without_rejected(work.passed)
         verdict = make_verdict(
             arrival,
             lease,
@@ -293,31 +252,31 @@ class Verifier:
             work.rejections,
             work.audited,
             rate,
-            plan,
+            work.plan,
             work.conditions.bounds,
         )
-        groups = self._groups(lease, arrival.node, passed)
         return Verified(
             verdict,
             work.rejections,
-            groups,
+            self._groups(lease, arrival.node, passed),
             work.audited,
-            plan,
+            work.plan,
             conditions.placing,
             environment_of(self._run, lease).name,
         )
 
     # -- cheap checks ------------------------------------------------------------------------------
 
-    async def _check_lease(self, lease: Lease) -> None:
+    async def _check_tasks(self, work: PendingVerdict) -> None:
         """Check that the environment makes the tasks of a lease from their numbers.
 
         Raises RemoteProtocolError if it makes others.
         """
+        lease = work.lease
         try:
             environment_of(self._run, lease)
             made = self._environment(lease).task
-            tasks = [await made(one.index) for one in lease.tasks]
+            tasks = [await made(reference.index) for reference in lease.tasks]
             digests = {task.index: task.digest for task in tasks}
             check_assignment(lease, digests.__getitem__)
         except (RemoteProtocolError, EnvironmentFailed) as error:
@@ -328,35 +287,68 @@ class Verifier:
     def _environment(self, lease: Lease) -> Environment:
         return of_lease(self._environments[lease.environment], lease)
 
-    def _check_held(self, rollout: CheckedRollout, work: _Work) -> bool:
+    async def _open_plan(self, work: PendingVerdict) -> None:
+        """Open the plan of the pipeline that a submission names. Raises RemoteProtocolError."""
+        work.plan = plan_of(
+            work.submission,
+            run=self._run_id,
+            trainer=self._run.trainer,
+            node=work.arrival.node,
+        )
+
+    async def _check_form(self, work: PendingVerdict) -> None:
+        """Compare a submission with its lease and the run's contract. Raises RemoteProtocolError."""
+        checked = await asyncio.to_thread(
+            check_submission, work.submission, work.lease, self._run, work.version, work.plan
+        )
+        work.rollouts, work.rejections = checked.rollouts, checked.rejections
+
+    async def _check_held(self, work: PendingVerdict) -> None:
+        """Reject rollouts that claim a policy that is not held."""
+        work.rollouts = [rollout for rollout in work.rollouts if self._is_held(rollout, work)]
+
+    async def _check_still_held(self, work: PendingVerdict) -> None:
+        """Check once more, and hold for the audit what is held now: copies are looked for meanwhile.
+
+        While rollouts were scored the publisher may have dropped an old version; a stale rollout leaves no
+        trace among the copies.
+        """
+        await work.turn.wait()
+        work.passed = [scored for scored in work.passed if self._is_held(scored.rollout, work)]
+        work.states = self._claimed_states(work.passed)
+
+    def _is_held(self, rollout: CheckedRollout, work: PendingVerdict) -> bool:
         """Return whether every policy that a rollout claims is held; else reject it as stale."""
-        lost = sorted(_claims(rollout) - self._states.keys())
+        lost = sorted(claimed_versions(rollout) - self._states.keys())
         if lost:
             detail = f"policy {lost[0]} is not held any more, so this could not be audited"
             work.reject(rollout, Reason.STALE, detail)
         return not lost
 
-    async def _without_copies(
-        self, passed: Sequence[RescoredRollout], work: _Work
-    ) -> list[RescoredRollout]:
-        """Reject copies, and return the others. A thread looks for them: the event loop goes on."""
+    async def _check_copies(self, work: PendingVerdict) -> None:
+        """Reject copies, those of earlier submissions, too. A thread looks for them: the event loop goes on."""
+        await work.turn.wait()
         sampling = environment_of(self._run, work.lease).sampling
-        if sampling.temperature == 0 or sampling.top_k:
-            # Replies to equal prompts are equal, or may be: logprobs do not tell what the few tokens share.
-            return list(passed)
+        # Without temperature replies to equal prompts are equal, with top_k they may be: logprobs do not tell
+        # what the few tokens share.
+        if sampling.temperature and not sampling.top_k:
+            work.passed = await self._without_copies(work, sampling.top_p)
+        work.turn.pass_on()
+
+    async def _without_copies(self, work: PendingVerdict, top_p: float) -> list[RescoredRollout]:
         arrival, originals = work.arrival, list[RescoredRollout]()
 
         def look(portion: Sequence[RescoredRollout]) -> list[Rejected | None]:
-            return [self._fault_of_copy(arrival, one.rollout, sampling.top_p) for one in portion]
+            return [self._fault_of_copy(arrival, scored.rollout, top_p) for scored in portion]
 
-        for portion in _portions(passed):
+        for portion in _portions(work.passed):
             # a verification that is cancelled leaves its thread at most this portion
             faults = await asyncio.to_thread(look, portion)
-            for one, fault in zip(portion, faults, strict=True):
+            for scored, fault in zip(portion, faults, strict=True):
                 if fault is None:
-                    originals.append(one)
+                    originals.append(scored)
                 else:
-                    work.reject(one.rollout, fault.reason, fault.detail)
+                    work.reject(scored.rollout, fault.reason, fault.detail)
         return originals
 
     def _fault_of_copy(
@@ -368,9 +360,7 @@ class Verifier:
             return fault
         return None
 
-    async def _score_all(
-        self, rollouts: Sequence[CheckedRollout], work: _Work
-    ) -> list[RescoredRollout]:
+    async def _score_all(self, work: PendingVerdict) -> None:
         """Score rollouts, several at a time, and reject those with another reward than claimed."""
         stuck = 0
         room = asyncio.Semaphore(SCORED_AT_ONCE)
@@ -390,8 +380,8 @@ class Verifier:
                     work.reject(rollout, fault.reason, fault.detail)
                 return None
 
-        found = await asyncio.gather(*map(score, rollouts))
-        return [one for one in found if one is not None]
+        scores = await asyncio.gather(*map(score, work.rollouts))
+        work.passed = [scored for scored in scores if scored is not None]
 
     async def _score(self, lease: Lease, rollout: CheckedRollout) -> Score:
         """Compute the trainer's own score. Raises Rejected, EnvironmentStuck."""
@@ -443,7 +433,7 @@ class Verifier:
         environment is not deterministic.
         """
         number = lease.environment
-        several = any(len(sampled_runs(one.sampled)) > 1 for one in rollout.branches)
+        several = any(len(sampled_runs(branch.sampled)) > 1 for branch in rollout.branches)
         if fault.reason is not Reason.BAD_PROMPT or not several:
             return
         for _ in range(0 if number in self._varies else SCORED_AGAIN):
@@ -481,51 +471,47 @@ class Verifier:
 
     # -- audits ------------------------------------------------------------------------------------
 
-    async def _audit(
-        self,
-        passed: Sequence[RescoredRollout],
-        states: Mapping[int, State],
-        work: _Work,
-        rate: float,
-    ) -> None:
-        """Audit the rollouts that the challenge picks, and all others once one of these is rejected.
-
-        `states` has at least those that `passed` claims.
-        """
-        drawn = [one for one in passed if is_audited(work.arrival.challenge, *one.place, rate)]
-        await self._audit_these(drawn, states, work)
+    async def _audit(self, work: PendingVerdict) -> None:
+        """Audit the rollouts that the challenge picks, and all others once one of these is rejected."""
+        passed, challenge = work.passed, work.arrival.challenge
+        drawn = [scored for scored in passed if is_audited(challenge, *scored.place, work.rate)]
+        await self._audit_these(drawn, work)
         # Also if an audit failed: a worker that can make audits fail must not be paid for the others.
         if len(work.without_rejected(drawn)) < len(drawn):
-            places = {one.place for one in drawn}
-            rest = [one for one in passed if one.place not in places]
-            await self._audit_these(rest, states, work)
+            places = {scored.place for scored in drawn}
+            rest = [scored for scored in passed if scored.place not in places]
+            await self._audit_these(rest, work)
 
-    async def _audit_these(
-        self, passed: Sequence[RescoredRollout], states: Mapping[int, State], work: _Work
-    ) -> None:
+    async def _check_calibrated(self, work: PendingVerdict) -> None:
+        """Reject work from which nothing may be learned yet, as no bounds of its noise are known."""
+        if unlearned := work.conditions.unlearned:
+            for scored in work.without_rejected(work.passed):
+                work.reject(scored.rollout, Reason.UNCALIBRATED, unlearned)
+
+    async def _audit_these(self, passed: Sequence[RescoredRollout], work: PendingVerdict) -> None:
         if not passed:
             return
-        call = self._call(passed, states, work)
+        call = self._call(passed, work)
         try:
-            answer = await self._audits.audit(call)
+            answer = await self._audits.audit_rollouts(call)
         except EngineError as error:
             # A rollout that was chosen for an audit is not trained on without one; its worker is not blamed.
             logger.error("no audit is possible: %s", error)
-            for one in passed:
-                work.reject(one.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
+            for scored in passed:
+                work.reject(scored.rollout, Reason.AUDIT_FAILED, "the trainer could not audit it")
             return
         work.audited.validator = answer.validator
         if self._readings is not None and work.conditions.reads:
             await self._read(self._readings, call, answer.measured, work)
-        for one, measured in zip(passed, answer.measured, strict=True):
-            self._judge(one.rollout, measured, work)
+        for scored, measured in zip(passed, answer.measured, strict=True):
+            self._judge(scored.rollout, measured, work)
 
     async def _read(
         self,
         readings: Readings,
         call: AuditCall,
         measured: Sequence[Sequence[Measured | Unreadable]],
-        work: _Work,
+        work: PendingVerdict,
     ) -> None:
         """Read a share of the audited rollouts in float32, before any is judged.
 
@@ -535,11 +521,11 @@ class Verifier:
         calibration, reject = readings.calibration, work.conditions.contract.reject
         sound: list[AuditTarget] = []
         for target, found in zip(call.chosen, measured, strict=True):
-            numbers = [one for one in found if isinstance(one, Measured)]
+            numbers = [branch for branch in found if isinstance(branch, Measured)]
             whole = len(numbers) == len(found)
             if whole and not first_above(evidence(target.rollout, numbers), reject):
                 sound.append(target)
-        newest = max((max(_claims(one.rollout)) for one in sound), default=0)
+        newest = max((max(claimed_versions(target.rollout)) for target in sound), default=0)
         chosen = sound[: calibration.readings_due(len(sound), newest)]
         if chosen:
             await self._read_these(chosen, readings, call, work)
@@ -551,7 +537,11 @@ class Verifier:
         work.conditions = calibration.newest(work.conditions)
 
     async def _read_these(
-        self, chosen: Sequence[AuditTarget], readings: Readings, call: AuditCall, work: _Work
+        self,
+        chosen: Sequence[AuditTarget],
+        readings: Readings,
+        call: AuditCall,
+        work: PendingVerdict,
     ) -> None:
         calibration, asked = readings.calibration, len(chosen)
         items = [item for target in chosen for item in target.items]
@@ -563,9 +553,12 @@ class Verifier:
         found: list[Reference] = []
         for target in chosen:
             measured = [next(answers) for _ in target.items]
-            numbers = [one for one in measured if isinstance(one, Measured)]
+            numbers = [branch for branch in measured if isinstance(branch, Measured)]
             if len(numbers) == len(measured):
-                seen, version = evidence(target.rollout, numbers), max(_claims(target.rollout))
+                seen, version = (
+                    evidence(target.rollout, numbers),
+                    max(claimed_versions(target.rollout)),
+                )
                 found.append(Reference(self._run.trainer, version, seen))
         work.conditions, made = calibration.read(found, work.conditions, asked=asked)
         work.audited.readings += found
@@ -573,23 +566,21 @@ class Verifier:
         if calibration.gathered(ENVELOPE) >= ENOUGH:
             await readings.envelope.rest()
 
-    def _call(
-        self, passed: Sequence[RescoredRollout], held: Mapping[int, State], work: _Work
-    ) -> AuditCall:
-        """Make the audit call; `held` has at least the states of the claimed versions."""
-        arrival, lease = work.arrival, work.lease
+    def _call(self, passed: Sequence[RescoredRollout], work: PendingVerdict) -> AuditCall:
+        """Make the audit call for some of those that passed."""
+        arrival, lease, held = work.arrival, work.lease, work.states
         sampling = environment_of(self._run, lease).sampling
-        claimed = {version for one in passed for version in _claims(one.rollout)}
+        claimed = {version for scored in passed for version in claimed_versions(scored.rollout)}
         before = [v for v in sorted(claimed) if v - 1 in held]
         # with exact numerics other weights show in the distance alone
         compares = before and self._run.proofs.numerics != "exact" and self._comparisons.due()
         others = {v: [v - 1] for v in before} if compares else {}
         wanted = claimed.union(*others.values())
         chosen: list[AuditTarget] = []
-        for one in passed:
-            turns = plain_turns(one.rollout.branches) or one.score.turns
+        for scored in passed:
+            turns = plain_turns(scored.rollout.branches) or scored.score.turns
             items = audit_items(
-                one.rollout,
+                scored.rollout,
                 turns,
                 lease=lease,
                 run=self._run_id,
@@ -598,7 +589,7 @@ class Verifier:
                 plan=work.plan,
                 others=others,
             )
-            chosen.append(AuditTarget(one.rollout, items))
+            chosen.append(AuditTarget(scored.rollout, items))
         return AuditCall(
             sealed=arrival.sealed,
             digest=arrival.digest,
@@ -613,12 +604,15 @@ class Verifier:
         )
 
     def _judge(
-        self, rollout: CheckedRollout, measured: Sequence[Measured | Unreadable], work: _Work
+        self,
+        rollout: CheckedRollout,
+        measured: Sequence[Measured | Unreadable],
+        work: PendingVerdict,
     ) -> None:
-        numbers = [one for one in measured if isinstance(one, Measured)]
-        unreadable = [one for one in measured if isinstance(one, Unreadable)]
+        numbers = [branch for branch in measured if isinstance(branch, Measured)]
+        unreadable = [branch for branch in measured if isinstance(branch, Unreadable)]
         if unreadable:
-            worst = max(unreadable, key=lambda one: one.proof)
+            worst = max(unreadable, key=lambda branch: branch.proof)
             work.reject(
                 rollout, Reason.BAD_PROOF if worst.proof else Reason.AUDIT_FAILED, worst.detail
             )
@@ -633,7 +627,7 @@ class Verifier:
         judgement = judge(found, contract)
         work.audited.evidence.append(found)
         work.audited.judgements.append(judgement)
-        work.audited.versions.append(max(_claims(rollout)))
+        work.audited.versions.append(max(claimed_versions(rollout)))
         detail = judgement.detail
         if work.plan is not None:
             attribution = blame(found, judgement, boundary_distances(numbers), contract)
@@ -645,7 +639,7 @@ class Verifier:
 
     def _claimed_states(self, passed: Sequence[RescoredRollout]) -> dict[int, State]:
         """Return the states of all claimed versions and, if held, of the versions before them."""
-        claimed = {version for one in passed for version in _claims(one.rollout)}
+        claimed = {version for scored in passed for version in claimed_versions(scored.rollout)}
         before = {version - 1 for version in claimed} & self._states.keys()
         return {version: self._states[version] for version in sorted(claimed | before)}
 
@@ -657,10 +651,10 @@ class Verifier:
         groups: list[RolloutGroup] = []
         name = environment_of(self._run, lease).name
         for number, task in enumerate(lease.tasks):
-            members = [one for one in passed if one.rollout.group == number]
+            members = [scored for scored in passed if scored.rollout.group == number]
             if len(members) < 2:
                 continue
-            branches = [b for one in members for b in one.rollout.branches]
+            branches = [b for scored in members for b in scored.rollout.branches]
             groups.append(
                 RolloutGroup(
                     task=task.digest,
@@ -677,15 +671,15 @@ class Verifier:
                                     b.routes,
                                     b.support,
                                 )
-                                for b in one.rollout.branches
+                                for b in scored.rollout.branches
                             ],
-                            one.score.reward,
+                            scored.score.reward,
                             [
                                 AgentShare(part.agent, part.reward, part.branches)
-                                for part in one.score.agents
+                                for part in scored.score.agents
                             ],
                         )
-                        for one in members
+                        for scored in members
                     ],
                     policy_oldest=min(branch.policy_first for branch in branches),
                     node=node,
@@ -695,90 +689,17 @@ class Verifier:
         return groups
 
 
-def refuse_all(arrival: ReceivedSubmission, lease: Lease, error: RemoteProtocolError) -> Verified:
-    """Make the verdict on a bundle that is not the work of its lease: reject every rollout."""
-    rejections = [
-        Rejection(group, index, error.reason, clipped(error.detail))
-        for group in range(len(lease.tasks))
-        for index in range(lease.group_size)
-    ]
-    return Verified(
-        make_verdict(arrival, lease, 0, rejections, AuditResults(), 0.0), rejections, []
-    )
-
-
-def make_verdict(
-    arrival: ReceivedSubmission,
-    lease: Lease,
-    accepted: int,
-    rejections: list[Rejection],
-    audited: AuditResults,
-    rate: float,
-    plan: PipelinePlan | None = None,
-    bounds: ClassBounds | None = None,
-) -> Verdict:
-    """Make a verdict whose lists are cut to fit a message.
-
-    `bounds` are those that were applied, in a run that measures them.
-    """
-    return Verdict(
-        submission=arrival.digest,
-        lease_id=lease.lease_id,
-        accepted=accepted,
-        rejections=tuple(rejections[:MAX_REJECTIONS]),
-        audited=len(audited.evidence),
-        rejected=len(rejections),
-        challenge=arrival.challenge,
-        rate=rate,
-        evidence=tuple(structs.replace(one, means=()) for one in audited.evidence[:MAX_EVIDENCE]),
-        validator=audited.validator,
-        pipeline=msgspec.UNSET if plan is None else _stages_verdict(plan, audited.blames),
-        bounds=msgspec.UNSET if bounds is None else bounds,
-    )
-
-
-def _stages_verdict(plan: PipelinePlan, blames: Sequence[StageAttribution]) -> PipelineVerdict:
-    told = (
-        Blamed(one.group, one.rollout, one.distances, one.stages)
-        for one in blames
-        if one.outcome != "clean"
-    )
-    nodes = tuple(stage.node for stage in plan.stages)
-    return PipelineVerdict(plan.group, plan.generation, nodes, tuple(islice(told, MAX_BLAMED)))
-
-
-def _reject_as_before(passed: Sequence[RescoredRollout], before: Verdict, work: _Work) -> None:
-    """Reject the rollouts that a verdict rejected; all of them if its list is incomplete."""
-    listed = {(one.group, one.rollout): one for one in before.rejections}
-    complete = before.rejected <= len(before.rejections)
-    for one in passed:
-        if one.place in listed:
-            work.rejections.append(listed[one.place])
-        elif not complete:
-            reason = before.rejections[-1].reason
-            work.reject(one.rollout, reason, "a restart lost the list of the other rejections")
-
-
 def _task(lease: Lease, rollout: CheckedRollout) -> Task:
     reference = lease.tasks[rollout.group]
     return Task(reference.index, reference.digest)
 
 
-def _claims(rollout: CheckedRollout) -> set[int]:
-    """Return the policy versions that a rollout claims."""
-    return {
-        version
-        for branch in rollout.branches
-        for version in (branch.policy_first, branch.policy_last, *(v for _, v in branch.spans))
-    }
-
-
 def _portions(passed: Sequence[RescoredRollout]) -> Iterator[list[RescoredRollout]]:
     """Divide rollouts, in order, into portions of about PORTION_TOKENS, of one rollout at least."""
     portion, tokens = list[RescoredRollout](), 0
-    for one in passed:
-        portion.append(one)
-        tokens += sum(len(branch.token_ids) for branch in one.rollout.branches)
+    for scored in passed:
+        portion.append(scored)
+        tokens += sum(len(branch.token_ids) for branch in scored.rollout.branches)
         if tokens >= PORTION_TOKENS:
             yield portion
             portion, tokens = [], 0
@@ -786,5 +707,5 @@ def _portions(passed: Sequence[RescoredRollout]) -> Iterator[list[RescoredRollou
         yield portion
 
 
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > REWARD_TOLERANCE
+def _differ(reward: float, other: float) -> bool:
+    return abs(reward - other) > REWARD_TOLERANCE

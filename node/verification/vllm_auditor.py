@@ -44,6 +44,7 @@ from ...protocol.manifests import KV_BLOCK, RouteShape, RunManifest
 from ..config.engine import SPECULATIVE
 from ..config.run import EngineConfig
 from ..errors import EngineError, EngineLost, NodeError, first_cause
+from ..inference.engine_replica import PROGRAM, EngineChild, EngineTimeouts
 from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
 from ..inference.host_messages import EngineSetUp
 from ..inference.hosted import environments_of
@@ -63,7 +64,6 @@ from ..inference.prefill import (
     read_rows,
     with_support,
 )
-from ..inference.replica import PROGRAM, EngineChild, EngineTimeouts
 from ..inference.vllm_arguments import (
     NO_AUDITOR,
     check_installed,
@@ -88,8 +88,8 @@ from .auditor import (
     check_model_routes,
     check_versions,
 )
+from .local_audits import AuditFailed, Portions
 from .measures import check_items, compare_replies, routing, split_proof, summarize
-from .portions import AuditFailed, Portions
 
 logger = logging.getLogger(__name__)
 

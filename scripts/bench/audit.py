@@ -41,10 +41,10 @@ from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.sampler import draw
 from primerl.node.inference.vllm_arguments import is_installed
-from primerl.node.verification.auditor import MEASURES, AuditItem, Auditor, Measured, SampledSpan
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, SampledSpan
 from primerl.node.verification.bounds import proof_contract
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.replay import BATCH_TOKENS
+from primerl.node.verification.prefill_audit import BATCH_TOKENS
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import (
@@ -54,6 +54,7 @@ from primerl.protocol.manifests import (
     RunManifest,
     SamplingContract,
 )
+from primerl.protocol.rollouts import MEASURES
 from primerl.scripts.bench.kernels import profiled
 from primerl.scripts.bench.models import SHAPES, moved, random_policy
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser, show_figures

@@ -43,8 +43,8 @@ from primerl.node.verification.auditor import (
     SampledSpan,
 )
 from primerl.node.verification.bounds import BUILT_IN
-from primerl.node.verification.judge import StageAttribution, blame, judge
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.judgement import StageAttribution, blame, judge
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import ProofContract
 from primerl.protocol.rollouts import Evidence
@@ -204,8 +204,8 @@ def _play(network: Watched, asked: Sequence[GenerateRequest], setting: Setting) 
 
 def measure(setting: Setting, items: Sequence[AuditItem]) -> list[Measured]:
     """Measure rollouts as the trainer does."""
-    replay = Replay(AuditTerms(str(setting.model_dir), setting.dtype, setting.device))
-    found = replay.measure(items, {OWN: setting.state})
+    prefill = PrefillAudit(AuditTerms(str(setting.model_dir), setting.dtype, setting.device))
+    found = prefill.measure(items, {OWN: setting.state})
     return [one for one in found if isinstance(one, Measured)]
 
 
@@ -337,7 +337,7 @@ async def report_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
 
     made = trained(asked, ENDS[-1])
     shape = shape_of(96, dtype=asked.dtype, fingerprint="projection")
-    replay = Replay(AuditTerms(str(made.directory), asked.dtype, "cpu"))
+    prefill = PrefillAudit(AuditTerms(str(made.directory), asked.dtype, "cpu"))
     bounds = contract(asked.dtype)
     todo = requests(made.corpus, asked.rollouts)
     rows: list[dict[str, Any]] = []
@@ -354,7 +354,7 @@ async def report_vllm(asked: argparse.Namespace) -> list[dict[str, Any]]:
                 await stages.join()
             said = await asyncio.gather(*map(stages.head.generate, todo))
             items = [item(*pair) for pair in zip(todo, said, strict=True)]
-            answers = replay.measure(items, {0: made.state})
+            answers = prefill.measure(items, {0: made.state})
             found = [one for one in answers if isinstance(one, Measured)]
             table = outputs(found)
             if liar < 0:

@@ -37,7 +37,6 @@ from primerl.node.inference.model import LanguageModel
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import bf16_state, to_torch
 from primerl.node.verification.auditor import (
-    MEASURES,
     AuditItem,
     Auditor,
     AuditTarget,
@@ -66,7 +65,7 @@ from primerl.protocol.manifests import (
     encode,
     run_id,
 )
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import MEASURES, Evidence
 from primerl.scripts.bench.calibrate_cheats import (
     BATCH,
     CLAIMED,

@@ -16,7 +16,7 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.models.support import pack_support
 from primerl.node.verification.auditor import AuditItem, AuditTarget, SampledSpan
 from primerl.node.verification.bounds import SUSPECT, at_least
-from primerl.node.verification.judge import judge
+from primerl.node.verification.judgement import judge
 from primerl.node.weights.state import State, Tensor, floats
 from primerl.protocol.manifests import ProofContract, RunManifest
 from primerl.protocol.rollouts import Evidence

@@ -31,7 +31,6 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Engine
 from primerl.node.inference.fingerprint import Projection
-from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import FalsePositives, bands, false_positives, upper_bound
 from primerl.protocol.audits import audit_rate
 from primerl.protocol.manifests import ProofContract
@@ -43,6 +42,7 @@ from primerl.protocol.reputation import (
     ban_test,
     outcome_of,
 )
+from primerl.protocol.rollouts import MEASURES
 from primerl.scripts.bench.cheats_measure import (
     Sample,
     Setting,

@@ -16,8 +16,8 @@ from primerl.node.inference.engine import Engine
 from primerl.node.inference.hf import ComputeThread
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable, audit_terms
 from primerl.node.verification.bounds import BUILT_IN, BUILT_IN_SCALE
-from primerl.node.verification.judge import judge
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.judgement import judge
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
@@ -169,11 +169,11 @@ class BenchAuditor:
         common = audit_terms(world.model_dir, world.run, world.engine.device)
         self._terms = replace(common, dtype=dtype) if dtype else common
         self._thread = ComputeThread("bench auditor")
-        self._replay: Replay | None = None
+        self._prefill: PrefillAudit | None = None
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """See Auditor.start()."""
-        self._replay = Replay(self._terms, keep_bytes=KEEP_BYTES)
+        self._prefill = PrefillAudit(self._terms, keep_bytes=KEEP_BYTES)
 
     async def audit(
         self,
@@ -181,16 +181,16 @@ class BenchAuditor:
         states: Mapping[int, State],
     ) -> list[Measured | Unreadable]:
         """See Auditor.audit()."""
-        assert self._replay is not None  # start() makes it
+        assert self._prefill is not None  # start() makes it
         found: list[Measured | Unreadable] = []
         for start in range(0, len(items), PORTION):
             part = items[start : start + PORTION]
-            found += await self._thread.run(self._replay.measure, part, states)
+            found += await self._thread.run(self._prefill.measure, part, states)
         return found
 
     async def close(self) -> None:
         """See Auditor.close()."""
-        self._replay = None
+        self._prefill = None
         await self._thread.close()
 
 

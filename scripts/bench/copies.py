@@ -31,7 +31,8 @@ from primerl.node.process.threads import share_python
 from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.checks import CheckedRollout, Rejected, check_submission
 from primerl.node.verification.duplicates import MAX_WINDOWS, CopyDetector
-from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier
+from primerl.node.verification.verdict import ReceivedSubmission, Verified
+from primerl.node.verification.verifier import Verifier
 from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.rollouts import BranchRecord, GroupRecord, RolloutRecord, Submission
@@ -94,7 +95,7 @@ class Unquestioned(CountingEnvironment):
 class NoAudits:
     """An AuditService that nobody asks."""
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         """Raise AssertionError."""
         raise AssertionError("nothing is to be audited")
 

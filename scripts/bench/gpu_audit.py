@@ -56,18 +56,18 @@ from primerl.node.inference.numerics import numerics_of
 from primerl.node.models.model_files import export
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.process.threads import share_python
-from primerl.node.verification.auditor import MEASURES, AuditItem, Auditor, Measured, evidence
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evidence
 from primerl.node.verification.bounds import SUSPECT, proof_contract
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.judge import judge
+from primerl.node.verification.judgement import judge
 from primerl.node.verification.self_calibration import Reference, make_bounds
 from primerl.node.verification.vllm_auditor import LEAST_SHARE, VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State, Tensor
 from primerl.node.weights.state_history import StateHistory
 from primerl.protocol.manifests import ProofContract, RunManifest
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import MEASURES, Evidence
 from primerl.scripts.bench.models import SHAPES, random_policy
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 from primerl.scripts.bench.trained_model import Corpus, Course, stop_token, train_for

@@ -13,8 +13,7 @@ prompts in small parts and over two GPUs where there are two, and the embedded e
 adds the rollouts that --record drew on another machine with the vLLM that is installed there. A kind that does
 not start is printed with its reason. Two kinds also draw replies of --reply-long, judged by readings of short
 ones and by renewed readings. Cheats draw with the kernels of the auditor, which is best for them, or with those
-of --cheats-by, and claim to be a class that nobody knows. Each kind also draws with weights that are one step
-of lr 1e-5 away, which float32 tells from those that it claims.
+of --cheats-by, and claim to be a class that nobody knows.
 
 All rollouts are compared with the version before, one step of lr 1e-6 away. Groups of eight share a prompt of
 37 to 64 tokens: questions in the model's chat template with --model, text of a small language with --trained,
@@ -63,10 +62,10 @@ from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.errors import NodeError, UsageError, first_cause, named_line
 from primerl.node.inference.build import ALONE
 from primerl.node.inference.engine import Engine, GenerateRequest
+from primerl.node.inference.engine_replica import PROGRAM, EngineTimeouts
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.numerics import numerics_of
-from primerl.node.inference.replica import PROGRAM, EngineTimeouts
 from primerl.node.inference.vllm_arguments import head_size, is_installed, kv_heads, read_shape
 from primerl.node.models import huggingface
 from primerl.node.models.model_files import layer_count
@@ -82,7 +81,7 @@ from primerl.node.verification.bounds import FEWEST, SUSPECT, proof_contract
 from primerl.node.verification.class_bounds import ENOUGH, Reference
 from primerl.node.verification.envelope import NoiseEnvelope, envelope_bounds
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.judge import first_above, judge
+from primerl.node.verification.judgement import first_above, judge
 from primerl.node.verification.vllm_auditor import LEAST_SHARE, VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State
@@ -155,11 +154,6 @@ PRECISION = 5
 """Significant digits of a measure in a file."""
 LAST_LAYERS = 8
 """One in so many layers is drawn anew in another model."""
-COMPARED = 64
-"""Rollouts of each kind, and as many of its cheats, that are compared with another version in float32."""
-AWAY = 90
-"""Version number that the engines give to the weights of lr 1e-5."""
-HONEST_ONES, FAR_ONES = "honest", "of the version that is lr 1e-5 away"
 SEEN = {
     "another model": 16,
     "another seed": 16,
@@ -285,8 +279,6 @@ class Study:
     cheats: dict[str, list[Evidence]] = field(default_factory=dict[str, list[Evidence]])
     classes: dict[str, str] = field(default_factory=dict[str, str])
     """Numerics class that each kind has."""
-    compared: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """Nats for the other of two versions in float32, of a kind's honest rollouts and of its cheats."""
     missing: dict[str, str] = field(default_factory=dict[str, str])
     """Kinds and cheats without results -> reason."""
     costs: dict[str, float] = field(default_factory=dict[str, float])
@@ -318,7 +310,6 @@ class Study:
             "contract": msgspec.to_builtins(self.contract),
             "measures": ["tokens", *MEASURES],
             "classes": self.classes,
-            "compared": self.compared,
             "missing": self.missing,
             "costs": self.costs,
             **more,
@@ -337,7 +328,7 @@ class Study:
             for name in ("readings", "honest", "cheats")
         }
         contract = msgspec.convert(found["contract"], ProofContract)
-        same = {name: found.get(name, {}) for name in ("classes", "compared", "missing", "costs")}
+        same = {name: found[name] for name in ("classes", "missing", "costs")}
         return cls(found["model"], contract, **samples, **same)
 
 
@@ -558,38 +549,6 @@ def cheat_row(study: Study, cheat: str) -> list[object]:
     ]
 
 
-COMPARISONS = (
-    "compared with the version that is lr 1e-5 away, in float32",
-    "rollouts",
-    "nats: mean",
-    "standard deviation",
-    "largest",
-    "E[exp(x)]",
-    "E[exp(x / 2)]",
-    "rollouts until the ban, x / 2",
-    "banned in",
-)
-
-
-def compared_row(study: Study, name: str) -> list[object]:
-    """Return what the float32 comparison of a kind's rollouts says, and when it bans."""
-    nats = np.array(study.compared[name])
-    audited = [Audited("clean", one) for one in nats]
-    contract = structs.replace(study.contract, other_scale=0.5)
-    bans = list(bans_of(audited, contract, None))
-    return [
-        name,
-        len(nats),
-        f"{nats.mean():.3g}",
-        f"{nats.std():.3g}",
-        f"{nats.max():.3g}",
-        f"{np.exp(nats).mean():.3g}",
-        f"{np.exp(nats / 2).mean():.3g}",
-        f"{median(bans):.0f}",
-        f"{sum(map(isfinite, bans)) / len(bans):.0%}",
-    ]
-
-
 def show(study: Study) -> None:
     """Print all tables."""
     print(f"\n# {study.model}")
@@ -598,7 +557,6 @@ def show(study: Study) -> None:
     table(RATIOS, [ratios(study, kind) for kind in dict.fromkeys(kind for kind, _ in pairs)])
     table(HONEST, [honest_row(study, *pair) for pair in pairs])
     table(CHEATS, [cheat_row(study, name) for name, seen in study.cheats.items() if seen])
-    table(COMPARISONS, [compared_row(study, name) for name in study.compared])
     for name, numerics in study.classes.items():
         print(f"{name}: {numerics}")
     for name, why in study.missing.items():
@@ -855,9 +813,6 @@ class Bench:
         """Kinds that are not done, beside the one on the CPU."""
         self._items: list[AuditItem] = []
         """Rollouts of the first kind that are read."""
-        self._altering = asyncio.Lock()
-        self._altered: State | None = None
-        """The version that is lr 1e-5 away."""
 
     def _make_texts(self) -> dict[bool, Text]:
         """Return the makers of prompts, for short replies and for long ones."""
@@ -956,7 +911,6 @@ class Bench:
             engine, _ = await self.start(kind)
             await self._draw(engine, number, kind, count)
             await self._draw_long(engine, number, kind)
-            await self._compare_versions(engine, kind)
             if self.options.cheats_by == kind.name:
                 await self._is_read.wait()
                 await self._measure_cheats(engine)
@@ -977,7 +931,6 @@ class Bench:
         for at in range(0, len(recorded.items), RECORDED.batch):
             evidence += await self.audit(recorded.items[at : at + RECORDED.batch])
         say(f"{recorded.name}: {len(evidence)} rollouts are audited")
-        await self._compare(recorded.name, recorded.items[: self.options.compared], [])
         self.save()
         self._show_kind(recorded.name)
 
@@ -1036,38 +989,6 @@ class Bench:
         count = max(FEWEST, ceil(LONG_SHARE * self.options.rollouts))
         return await self._draw(engine, number, kind, count, long=True)
 
-    # -- the version before, in float32 ----------------------------------------------------------
-
-    async def _compare_versions(self, engine: Engine, kind: Kind) -> None:
-        """Draw with OWN and with the version that is lr 1e-5 away, and compare both in float32."""
-        if self.left_s < LEAST_S:
-            return
-        wanted = self.requests(self.options.compared, 950)
-        honest = await play(engine, wanted)
-        await engine.load(AWAY, await self._away())
-        await self._compare(kind.name, honest, claiming(await play(engine, wanted), OWN))
-        await engine.load(OWN, self.model.states[OWN])
-
-    async def _compare(
-        self, name: str, honest: Sequence[AuditItem], cheats: Sequence[AuditItem]
-    ) -> None:
-        states = {BEFORE: await self._away(), OWN: self.model.states[OWN]}
-        for what, items in ((HONEST_ONES, honest), (FAR_ONES, cheats)):
-            if items:
-                items = compared(items, {OWN: [BEFORE]})
-                measured = seen(await self._reader.audit(items, states))
-                self.study.compared[f"{name}, {what}"] = [one.other_policy for one in measured]
-                say(" | ".join(map(str, compared_row(self.study, f"{name}, {what}"))))
-        self.save()
-
-    async def _away(self) -> State:
-        async with self._altering:
-            if self._altered is None:
-                self._altered = await asyncio.to_thread(
-                    altered, self.model.states[OWN], stepped(1e-5), DEVICE
-                )
-        return self._altered
-
     def _miss_the_rest(self) -> None:
         kinds = [kind.name for kind in self.kinds if not self.study.honest.get(kind.name)]
         cheats = [name for name in self._cheats() if name not in self.study.cheats]
@@ -1110,7 +1031,6 @@ class Bench:
             if items := await self._draw_long(engine, 0, kind):
                 self.study.readings[LONG] = await self.read(items[: self.options.readings])
             self._show_kind(kind.name)
-            await self._compare_versions(engine, kind)
             if self.options.cheats_by in ("", kind.name):
                 await self._measure_cheats(engine)
         except (NodeError, TimeoutError) as error:
@@ -1275,7 +1195,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="rollouts of another machine")
     parser.add_argument("--rejudge", type=Path, metavar="FILE", help="measure nothing")
     options = parser.parse_args()
-    options.readings, options.cheated, options.compared = READINGS, CHEATED, COMPARED
+    options.readings, options.cheated = READINGS, CHEATED
     options.name = options.model.name if options.model else options.shape
     if options.trained:
         options.name += ", trained"
@@ -1285,7 +1205,6 @@ def arguments() -> argparse.Namespace:
     if options.quick:
         SHAPES["quick"], options.shape = small(options.shape) | {"num_hidden_layers": 4}, "quick"
         options.rollouts, options.cheated, options.readings = 32, 16, 64
-        options.compared = 16
         options.reply, options.reply_long, options.at_once = 16, min(40, options.reply_long), 1
     return options
 

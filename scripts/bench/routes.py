@@ -33,7 +33,7 @@ from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.training.backend import Sample
 from primerl.node.training.learner import Learner
 from primerl.node.verification.auditor import AuditItem, AuditTerms, Measured, SampledSpan
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RouteShape
 from primerl.scripts.bench.report import at_least, conclude, make_parser
@@ -178,7 +178,7 @@ def mismatch(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 def audited(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """Return an auditor's measures of honest and of forged routes."""
     terms = AuditTerms(str(case.directory), options.dtype, options.device, routes=case.shape)
-    auditor = Replay(terms)
+    auditor = PrefillAudit(terms)
     auditor.prepare(threads=options.threads)
     rng = np.random.default_rng(options.seed)
     shape = case.shape

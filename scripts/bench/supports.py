@@ -43,8 +43,8 @@ from primerl.node.verification.auditor import (
 )
 from primerl.node.verification.bounds import BUILT_IN, proof_contract
 from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.judge import judge
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.judgement import judge
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State
 from primerl.scripts.bench.calibrate_cheats import BATCH, WANTED, batches_caught, stated
 from primerl.scripts.bench.report import at_least, at_most, conclude, make_parser
@@ -207,7 +207,7 @@ def audited(
     options: argparse.Namespace, directory: Path, state: State, items: dict[str, list[AuditItem]]
 ) -> dict[str, dict[str, float]]:
     """Measure items of each kind, and judge them by the built-in bounds."""
-    auditor = Replay(AuditTerms(str(directory), options.dtype, options.device))
+    auditor = PrefillAudit(AuditTerms(str(directory), options.dtype, options.device))
     auditor.prepare(threads=options.threads)
     reject, suspect = BUILT_IN[options.dtype]
     plain = proof_contract(RunConfig())

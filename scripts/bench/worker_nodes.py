@@ -125,7 +125,7 @@ class ContentAuditor:
         states: Mapping[int, State],
     ) -> list[Measured | Unreadable]:
         """Return measurements without any difference."""
-        return [Measured(len(item.logprobs), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for item in items]
+        return [Measured(0, 0, len(item.logprobs), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for item in items]
 
     async def close(self) -> None:
         """Do nothing: nothing is held."""

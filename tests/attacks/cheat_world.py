@@ -10,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from support.listed_verifier import ListedVerifier
+
 from primerl.crypto.hashing import derive
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.environments.environment import (
@@ -22,9 +24,10 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample
-from primerl.node.verification.auditor import Auditor, LocalAudits
+from primerl.node.verification.auditor import Auditor
 from primerl.node.verification.duplicates import CopyDetector
-from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier, refuse_all
+from primerl.node.verification.local_audits import LocalAudits
+from primerl.node.verification.verdict import ReceivedSubmission, Verified, refuse_all
 from primerl.node.weights.state import State
 from primerl.node.worker.rollouts import rollout_record
 from primerl.protocol.errors import Reason, RemoteProtocolError
@@ -358,7 +361,7 @@ class Court:
     def __init__(self, world: World, auditor: Auditor) -> None:
         """`auditor` is started."""
         self._world = world
-        self._verifier = Verifier(
+        self._verifier = ListedVerifier(
             world.run_id,
             world.run,
             [world.environment],

@@ -34,15 +34,16 @@ from primerl.node.inference.numerics import config_for_run
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.models.routers import route_shape
 from primerl.node.models.routes import pack_routes, unpack_routes
-from primerl.node.verification.auditor import MEASURES, AuditItem, evidence
+from primerl.node.verification.auditor import AuditItem, evidence
 from primerl.node.verification.bounds import proof_contract
 from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.judge import Judgement, judge
+from primerl.node.verification.judgement import Judgement, judge
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import ProofContract, RunManifest
+from primerl.protocol.rollouts import MEASURES
 
 pytestmark = [
     pytest.mark.slow,

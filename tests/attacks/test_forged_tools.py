@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from support.chat_model import IM_END, TOOLED, make_chat_model
 from support.hostile import proof_of
+from support.listed_verifier import ListedVerifier
 from support.protocol_cases import LEASE, MANIFEST, RUN, WORKER, head, played_otherwise
 
 from primerl.crypto.hashing import digest
@@ -16,7 +17,7 @@ from primerl.node.environments.policies import turn_spans
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.duplicates import CopyDetector
-from primerl.node.verification.verifier import ReceivedSubmission, Verifier
+from primerl.node.verification.verdict import ReceivedSubmission
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import TaskRef
 from primerl.protocol.manifests import RunLimits
@@ -35,7 +36,7 @@ replace = msgspec.structs.replace
 class NoAudits:
     """Nothing is drawn for an audit here."""
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         raise AssertionError("an audit")
 
 
@@ -123,7 +124,7 @@ async def test_a_forged_result_of_a_tool_is_rejected_and_the_honest_one_accepted
     group = GroupRecord(task.index, task.digest, (RolloutRecord((forge(shown),), 1.2, ""),))
     submission = Submission(lease=b"", groups=(group,), engine="hf")
     arrival = ReceivedSubmission(1, digest(b"bundle"), WORKER.node_id, b"", bytes(32))
-    verifier = Verifier(RUN, run, [environment], NoAudits(), {3: {}}, CopyDetector())
+    verifier = ListedVerifier(RUN, run, [environment], NoAudits(), {3: {}}, CopyDetector())
     verified = await verifier.verify(submission, lease, arrival, version=4, rate=0.0)
     assert verified.verdict.accepted == (found is None)
     assert verified.reasons() == ({} if found is None else {found: 1})

@@ -13,7 +13,7 @@ from support.swarm import Swarm
 from support.waiting import until
 from support.witness import Fakes
 
-from primerl.protocol.leases import MAX_FREE_RETURNS
+from primerl.node.trainer.lease_book import MAX_FREE_RETURNS
 from primerl.protocol.rollouts import GroupRecord
 
 SOON = 60.0

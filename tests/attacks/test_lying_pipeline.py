@@ -16,7 +16,7 @@ from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.verification.auditor import AuditItem, BoundaryClaim, Measured, evidence
 from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.judge import StageAttribution, blame, judge
+from primerl.node.verification.judgement import StageAttribution, blame, judge
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.pipelines import Encoding, PipelinePlan
 

@@ -14,6 +14,7 @@ import pytest_asyncio
 from msgspec import structs
 from support.auditor_cases import CUTS, OWN, Case, coarse, item_of, make_case, make_deep, staged
 from support.engine_cases import FP32
+from support.listed_verifier import ListedVerifier
 from support.prefill_core import PrefillCore
 from support.protocol_cases import LEASE, NOW, PLAN, TRAINER, played_otherwise
 
@@ -23,10 +24,11 @@ from primerl.node.environments.environment import Branch, Episode, Score, Task
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.hf import HfEngine
 from primerl.node.trainer.pipeline_faults import StageFaults
-from primerl.node.verification.auditor import AuditItem, LocalAudits
+from primerl.node.verification.auditor import AuditItem
 from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.duplicates import CopyDetector
-from primerl.node.verification.verifier import ReceivedSubmission, Verified, Verifier
+from primerl.node.verification.local_audits import LocalAudits
+from primerl.node.verification.verdict import ReceivedSubmission, Verified
 from primerl.node.worker.rollouts import branch_record, crossed
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
@@ -103,7 +105,7 @@ class Court:
         )
         group = GroupRecord(TASK.index, TASK.digest, records)
         submission = Submission(b"", (group,), "hf", plan, parts)
-        verifier = Verifier(
+        verifier = ListedVerifier(
             RUN,
             self.case.run,
             [OneTask()],  # type: ignore[list-item]

@@ -11,7 +11,7 @@ from support.prefill_core import PrefillCore
 from primerl.node.verification.auditor import AuditItem, evidence
 from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.judge import first_above
+from primerl.node.verification.judgement import first_above
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 0.8), ("bfloat16", 0.3)])

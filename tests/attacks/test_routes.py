@@ -27,7 +27,7 @@ from primerl.node.models.routes import pack_routes, unpack_routes
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evidence
 from primerl.node.verification.bounds import BUILT_IN, bands
 from primerl.node.verification.checks import CheckedRollout, check_submission
-from primerl.node.verification.judge import Judgement, judge
+from primerl.node.verification.judgement import Judgement, judge
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.protocol.errors import Reason
 from primerl.protocol.rollouts import Evidence, RolloutRecord

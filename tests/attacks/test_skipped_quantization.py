@@ -11,8 +11,8 @@ from support.engine_cases import make_qwen3
 from primerl.node.verification.auditor import audit_terms, evidence
 from primerl.node.verification.bounds import BUILT_IN
 from primerl.node.verification.checks import CheckedRollout
-from primerl.node.verification.judge import judge
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.judgement import judge
+from primerl.node.verification.prefill_audit import PrefillAudit
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -30,9 +30,9 @@ async def test_only_rollouts_of_the_runs_quantization_pass_an_audit(
             run.proofs, quantization=wanted, reject=reject, suspect=suspect, bounds="fixed"
         )
         run = structs.replace(run, proofs=proofs)
-        replay = Replay(audit_terms(tmp_path, run, "cpu"))
+        prefill = PrefillAudit(audit_terms(tmp_path, run, "cpu"))
         for name, items in played.items():
-            seen = measured(replay.measure(items, {OWN: state}))
+            seen = measured(prefill.measure(items, {OWN: state}))
             rollout = CheckedRollout(0, 0, [], 0.0)
             verdicts = [judge(evidence(rollout, [one]), proofs) for one in seen]
             rejected = sum(one.reason is not None for one in verdicts)

@@ -23,11 +23,12 @@ from primerl.node.p2p.rpc import Refused, receive_reply, send
 from primerl.node.p2p.transport import Stream, StreamClosed
 from primerl.node.p2p.uploads import PARTIALS_PER_PEER, PIECE_BYTES, UploadReceiver
 from primerl.node.storage.ledger import Ledger, QueuedSubmission
+from primerl.node.trainer.lease_book import LeaseBook, LeasePolicy, MixtureShare
 from primerl.node.trainer.state import LEASES_PER_BOOT
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import Lease, LeaseBook, LeasePolicy, MixtureShare
+from primerl.protocol.leases import Lease
 from primerl.protocol.messages import SubmitFrom, SubmitOffer, Submitted
 from primerl.protocol.rollouts import Receipt, Submission
 from primerl.protocol.version import ALPN_CONTROL

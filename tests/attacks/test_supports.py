@@ -31,7 +31,7 @@ from primerl.node.models.support import pack_support, unpack_support
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evidence
 from primerl.node.verification.bounds import BUILT_IN, bands
 from primerl.node.verification.checks import CheckedRollout, CheckedSubmission, check_submission
-from primerl.node.verification.judge import Judgement, judge
+from primerl.node.verification.judgement import Judgement, judge
 from primerl.node.verification.measures import drawn_tokens
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.protocol.errors import Reason

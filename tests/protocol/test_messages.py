@@ -259,10 +259,10 @@ MEASURES = Thresholds.__struct_fields__
 ANY_NUMBER = {
     "RolloutRecord.reward": "one bad reward refuses its rollout (checks.py), not the whole submission",
     **{
-        f"Evidence.{name}": "the trainer's own, infinite where nothing compares"
+        f"Evidence.{name}": "the trainer's own, infinite where nothing compares; a report has check_rows()"
         for name in MEASURES
     },
-    "Blamed.distances": "as Evidence",
+    "Blamed.distances": "as those of the trainer's own Evidence",
 }
 """Numbers without bounds, by the field, and why."""
 

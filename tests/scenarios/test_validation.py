@@ -11,12 +11,12 @@ from support.hostile import Rogue, altered_branch, reason_of
 from support.waiting import until
 from support.witness import Fakes
 
-from primerl.node.verification.auditor import MEASURES, Measured
+from primerl.node.verification.auditor import Measured
 from primerl.protocol.audits import AuditReport
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import Accepted, AuditDone, AuditRequest, AuditWait, WorkerStats
-from primerl.protocol.rollouts import pack_f32
+from primerl.protocol.rollouts import MEASURES, pack_f32
 
 
 def praise(found: Found) -> Found:

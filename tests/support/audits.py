@@ -31,17 +31,17 @@ from primerl.node.verification.auditor import (
 )
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.weights.state import State
-from primerl.protocol.audits import AuditReport, MeasuredRow, UnreadableRow
+from primerl.protocol.audits import AuditReport, UnreadableRow
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.messages import AuditDone, AuditJob, AuditRequest, AuditWait, WorkerStats
-from primerl.protocol.rollouts import Verdict
+from primerl.protocol.rollouts import Evidence, Verdict
 from primerl.protocol.session import HEADER_BYTES, decode, payload_size
 
 VALIDATOR = SecretKey.from_seed(bytes([4]) * 32)
 SECOND = SecretKey.from_seed(bytes([5]) * 32)
 NEVER = 2**40
 """An expiry."""
-CLEAN = Measured(64, 0.0, 0.0, 0.0, 0.0, 0.0, -10.0)
+CLEAN = Measured(0, 0, 64, 0.0, 0.0, 0.0, 0.0, 0.0, -10.0)
 ODD = msgspec.structs.replace(CLEAN, logprob=0.04)
 """Suspect by the bounds of protocol_cases, not guilty."""
 GUILTY = msgspec.structs.replace(CLEAN, fingerprint=1.4)
@@ -90,7 +90,7 @@ class Own:
         self.calls: list[AuditCall] = []
         self._dead = dead
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         """See Audits."""
         self.calls.append(call)
         if self._dead:
@@ -162,7 +162,7 @@ async def request(
 
 def report(job: AuditJob, /, *found: Measured | Unreadable, **changes: Any) -> AuditReport:
     """Make an honest report of a job, with `changes`."""
-    measured: list[MeasuredRow] = []
+    measured: list[Evidence] = []
     unreadable: list[UnreadableRow] = []
     for place, one in zip(job.chosen, found or (CLEAN, CLEAN), strict=True):
         if isinstance(one, Unreadable):
@@ -170,7 +170,7 @@ def report(job: AuditJob, /, *found: Measured | Unreadable, **changes: Any) -> A
         else:
             values = (one.fingerprint, one.sampling, one.sampling_max, one.logprob)
             more = (one.logprob_max, one.other_policy)
-            measured.append(MeasuredRow(place.group, place.rollout, one.tokens, *values, *more))
+            measured.append(Evidence(place.group, place.rollout, one.tokens, *values, *more))
     made = AuditReport(job.job, job.submission, job.challenge, tuple(measured), tuple(unreadable))
     return msgspec.structs.replace(made, **changes)
 

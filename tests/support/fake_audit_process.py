@@ -60,7 +60,7 @@ class Fake:
         """Return a result that shows the item and this process."""
         kind, mark = item.token_ids
         found = len(self._states) if kind == COUNTS else mark
-        return Measured(os.getpid(), found, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Measured(0, 0, os.getpid(), found, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ from typing import Any
 from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
-from primerl.protocol.leases import (
-    Lease,
+from primerl.node.trainer.lease_book import (
     LeaseBook,
     LeaseOutcome,
     LeasePolicy,
     LeaseShare,
     MixtureShare,
 )
+from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Trust
 
 A, B, C, D, E = (bytes([n]) * 32 for n in (10, 11, 12, 13, 14))

@@ -15,6 +15,13 @@ from typing import Any, cast
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
+from primerl.node.trainer.lease_book import (
+    LeaseBook,
+    LeaseOutcome,
+    LeasePolicy,
+    LeaseShare,
+    MixtureShare,
+)
 from primerl.node.trainer.scheduler import BatchCutter, LeaseDemand
 from primerl.node.trainer.state import Progress
 from primerl.node.training.buffer import (
@@ -24,14 +31,7 @@ from primerl.node.training.buffer import (
     ScoredRollout,
     buffer_capacity,
 )
-from primerl.protocol.leases import (
-    Lease,
-    LeaseBook,
-    LeaseOutcome,
-    LeasePolicy,
-    LeaseShare,
-    MixtureShare,
-)
+from primerl.protocol.leases import Lease
 
 NOW = 1_000_000.0
 POLL_S = 0.1

@@ -11,12 +11,12 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, one_line
 from primerl.node.inference.hf import ComputeThread
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.portions import portion_size, prefill_costs
+from primerl.node.verification.local_audits import portion_size, prefill_costs
 from primerl.node.weights.state import State
 from primerl.protocol.manifests import RunManifest
 
 if TYPE_CHECKING:
-    from primerl.node.verification.replay import Replay
+    from primerl.node.verification.prefill_audit import PrefillAudit
 
 
 class PrefillCore:
@@ -27,14 +27,14 @@ class PrefillCore:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._thread: ComputeThread | None = None
-        self._replay: Replay | None = None
+        self._prefill: PrefillAudit | None = None
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
         """See Auditor."""
         if self._thread is not None:
             raise EngineError("the auditor was started before: make another one")
         self._thread = ComputeThread("prefill")
-        self._replay = await self._thread.run(self._open, model_dir, run)
+        self._prefill = await self._thread.run(self._open, model_dir, run)
 
     async def audit(
         self,
@@ -42,14 +42,14 @@ class PrefillCore:
         states: Mapping[int, State],
     ) -> list[Measured | Unreadable]:
         """See Auditor."""
-        if self._thread is None or self._replay is None:
+        if self._thread is None or self._prefill is None:
             raise EngineError("the auditor is not running: call start() first")
         found: list[Measured | Unreadable] = []
         try:
             while len(found) < len(items):
                 rest = items[len(found) :]
                 portion = rest[: portion_size(prefill_costs(rest))]
-                found += await self._thread.run(self._replay.measure, portion, states)
+                found += await self._thread.run(self._prefill.measure, portion, states)
         except RuntimeError as error:  # torch's own: no memory, no such device
             raise EngineError(
                 f"the audit failed ({one_line(error)}): check engine.device and free memory"
@@ -58,14 +58,14 @@ class PrefillCore:
 
     async def close(self) -> None:
         """See Auditor."""
-        self._replay = None
+        self._prefill = None
         if self._thread is not None:
             await self._thread.close()
 
-    def _open(self, model_dir: Path, run: RunManifest) -> "Replay":
+    def _open(self, model_dir: Path, run: RunManifest) -> "PrefillAudit":
         from primerl.node.verification.auditor import audit_terms
-        from primerl.node.verification.replay import Replay
+        from primerl.node.verification.prefill_audit import PrefillAudit
 
-        replay = Replay(audit_terms(model_dir, run, self._config.device))
-        replay.prepare()
-        return replay
+        prefill = PrefillAudit(audit_terms(model_dir, run, self._config.device))
+        prefill.prepare()
+        return prefill

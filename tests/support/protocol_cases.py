@@ -14,7 +14,6 @@ from primerl.protocol import messages as m
 from primerl.protocol.audits import (
     AuditReport,
     CrossedRow,
-    MeasuredRow,
     Place,
     UnreadableRow,
 )
@@ -322,7 +321,7 @@ REPORT = AuditReport(
     job=7,
     submission=SUBMITTED,
     challenge=digest(b"challenge"),
-    measured=(MeasuredRow(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
+    measured=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
     unreadable=(UnreadableRow(1, 1, True, "cut short"),),
     failed="",
 )

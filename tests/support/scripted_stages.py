@@ -528,6 +528,8 @@ class ScriptedAuditor:
         if item.boundaries:
             states = _compared(np.stack(own)).reshape(len(seeds), len(item.boundaries), 8)
         return Measured(
+            group=0,
+            rollout=0,
             tokens=len(seeds),
             fingerprint=PROJECTION.compare(item.proof, np.stack(ends)).distance,
             sampling=sum(min(gap, 1.0) for gap in margins) / max(len(margins), 64),

@@ -250,6 +250,8 @@ class WitnessAuditor:
         ]
         margins = [gap for reply in item.replies for gap in self._margins(item, tokens, reply)]
         return Measured(
+            group=0,
+            rollout=0,
             tokens=len(places),
             fingerprint=self._distance(item, rows),
             sampling=sum(min(gap, 1.0) for gap in margins) / max(len(margins), 64),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from primerl.node.inference.replica import MEMORY_ADVICE, OTHER_CAUSES, VLLM_CAUSES
+from primerl.node.inference.engine_replica import MEMORY_ADVICE, OTHER_CAUSES, VLLM_CAUSES
 from primerl.node.process.exit_reason import Causes, exit_reason
 
 SAID = {

@@ -13,10 +13,10 @@ from support.engine_cases import FP32, make_qwen3, request, started
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Completion, Engine
+from primerl.node.inference.engine_replica import EngineTimeouts
 from primerl.node.inference.handover import make_delta, read_update, shared_file
 from primerl.node.inference.hf import HfCore, HfEngine
 from primerl.node.inference.hosted import HostedEngine
-from primerl.node.inference.replica import EngineTimeouts
 from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Changed, State, Tensor, digests
 

@@ -22,9 +22,9 @@ from support.waiting import until
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, EngineLost, UsageError
 from primerl.node.inference.engine import GenerateRequest
+from primerl.node.inference.engine_replica import EngineTimeouts
 from primerl.node.inference.host_messages import ApiOptions
 from primerl.node.inference.hosted import HostedEngine, environments_of
-from primerl.node.inference.replica import EngineTimeouts
 from primerl.node.weights.state import State, Tensor
 
 PROGRAM = (sys.executable, fake.__file__)

@@ -14,7 +14,7 @@ from primerl.node.config.run import EngineConfig, ModelConfig, ModelCreateConfig
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.gpus import TorchBuild
 from primerl.node.inference.numerics import check_quantized
-from primerl.node.inference.placement import difference
+from primerl.node.inference.parameter_placement import difference
 from primerl.node.inference.vllm import join_checks
 from primerl.node.inference.vllm_arguments import (
     check_family,

@@ -48,11 +48,12 @@ from primerl.node.trainer.audits import (
     read_nodes,
 )
 from primerl.node.verification.auditor import AuditAnswer, AuditCall, Measured, Unreadable
-from primerl.protocol.audits import MeasuredRow, UnreadableRow
+from primerl.protocol.audits import MAX_MEASURE, MAX_MEASURED_TOKENS, UnreadableRow
 from primerl.protocol.envelope import Purpose
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import AuditJob, AuditWait
 from primerl.protocol.reputation import other_step
+from primerl.protocol.rollouts import Evidence
 
 CUT_SHORT = Unreadable("cut short", proof=True)
 NO_END = Unreadable("no end", proof=False)
@@ -77,7 +78,7 @@ async def job_of(audits: AuditQueue) -> tuple[AuditJob, "asyncio.Task[Any]"]:
 async def test_a_validator_gets_the_submission_and_its_report_is_the_answer() -> None:
     own, audits = Own(), audit_queue()
     asked = await present(audits)
-    answer = asyncio.create_task(remote(own, audits).audit(call()))
+    answer = asyncio.create_task(remote(own, audits).audit_rollouts(call()))
     job, data = await asked
     assert isinstance(job, AuditJob)
     assert data == call().sealed
@@ -135,8 +136,8 @@ async def test_a_report_counts_only_as_its_validator_signed_it_for_this_job() ->
         await audits.take_in(mine, sealed(good))
 
 
-ROW = MeasuredRow(0, 0, 64, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-OTHER = MeasuredRow(1, 1, 64, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+ROW = Evidence(0, 0, 64, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+OTHER = Evidence(1, 1, 64, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -145,14 +146,17 @@ OTHER = MeasuredRow(1, 1, 64, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         ((), ()),
         ((ROW,), ()),
         ((ROW, ROW), ()),
-        ((ROW, OTHER, MeasuredRow(0, 1, 64, 0, 0, 0, 0, 0, 0)), ()),
+        ((ROW, OTHER, Evidence(0, 1, 64, 0, 0, 0, 0, 0, 0)), ()),
         ((ROW, OTHER), (UnreadableRow(0, 0, True, ""),)),
-        ((ROW, MeasuredRow(1, 1, 64, math.nan, 0, 0, 0, 0, 0)), ()),
-        ((ROW, MeasuredRow(1, 1, 64, 0, 0, 0, 0, 0, math.inf)), ()),
+        ((ROW, Evidence(1, 1, 64, math.nan, 0, 0, 0, 0, 0)), ()),
+        ((ROW, Evidence(1, 1, 64, 0, 0, 0, 0, 0, math.inf)), ()),
+        ((ROW, Evidence(1, 1, 64, 0, 0, 0, 0, 0, -1.1 * MAX_MEASURE)), ()),
+        ((ROW, Evidence(1, 1, 64, 0, 0, 0, 0, 0, 0, 1.1 * MAX_MEASURE)), ()),
+        ((ROW, Evidence(1, 1, MAX_MEASURED_TOKENS + 1, 0, 0, 0, 0, 0, 0)), ()),
     ],
 )
 async def test_a_report_has_one_row_of_numbers_for_each_rollout(
-    measured: tuple[MeasuredRow, ...], unreadable: tuple[UnreadableRow, ...]
+    measured: tuple[Evidence, ...], unreadable: tuple[UnreadableRow, ...]
 ) -> None:
     audits = audit_queue()
     job, waiting = await job_of(audits)
@@ -169,7 +173,7 @@ async def test_a_report_has_one_row_of_numbers_for_each_rollout(
 
 async def test_without_a_validator_the_trainer_audits_at_once_itself() -> None:
     own = Own()
-    assert (await remote(own, audit_queue()).audit(call())).validator == b""
+    assert (await remote(own, audit_queue()).audit_rollouts(call())).validator == b""
     assert len(own.calls) == 1
 
 
@@ -181,21 +185,21 @@ async def test_a_validator_without_the_versions_is_not_waited_for(
 ) -> None:
     own, audits = Own(), audit_queue()
     await request(audits, versions=versions, term=term)
-    assert (await remote(own, audits).audit(call())).validator == b""
+    assert (await remote(own, audits).audit_rollouts(call())).validator == b""
 
 
 async def test_a_validator_that_never_answers_costs_one_deadline_and_then_nothing() -> None:
     now = [1000.0]
     own, audits = Own(), audit_queue(timeout_s=0.05, clock=lambda: now[0])
     asked = await present(audits)
-    assert (await remote(own, audits).audit(call())).validator == b""
+    assert (await remote(own, audits).audit_rollouts(call())).validator == b""
     job, _ = await asked
     assert isinstance(job, AuditJob)
     with refuses(Reason.REPLAYED):
         await audits.take_in(VALIDATOR.node_id, sealed(report(job)))  # too late
     await request(audits)
     assert not audits.available(frozenset({2, 3}), 0)
-    assert (await remote(own, audits).audit(call())).validator == b""
+    assert (await remote(own, audits).audit_rollouts(call())).validator == b""
     assert len(own.calls) == 2
     now[0] += BENCH_S + 1
     await request(audits)
@@ -207,7 +211,7 @@ async def test_a_job_that_does_not_reach_its_validator_is_the_trainers() -> None
     stream = Told(broken=StreamClosed("gone"))
     asked = asyncio.create_task(request(audits, stream=stream))
     await until(lambda: audits.validators[VALIDATOR.node_id].waiting > 0)
-    assert (await remote(own, audits).audit(call())).validator == b""
+    assert (await remote(own, audits).audit_rollouts(call())).validator == b""
     with pytest.raises(StreamClosed):
         await asked
 
@@ -227,7 +231,7 @@ async def test_rollouts_of_several_branches_stay_with_the_trainer_and_keep_their
     validator = asyncio.create_task(serve(audits, VALIDATOR, CLEAN))
     await asyncio.sleep(0)
     mixed = call(chosen(0, 0, branches=2), chosen(0, 1), chosen(1, 0, branches=3))
-    found = await remote(own, audits).audit(mixed)
+    found = await remote(own, audits).audit_rollouts(mixed)
     validator.cancel()
     assert found.measured == [[ODD] * 2, [CLEAN], [ODD] * 3]
     assert found.validator == VALIDATOR.node_id
@@ -253,7 +257,7 @@ async def test_a_validator_that_lies_is_found_and_its_reports_count_no_more(
     mine, audits = Own(*own), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR, *told))
     await asyncio.sleep(0)
-    found = await remote(mine, audits, overlap=1.0).audit(call())
+    found = await remote(mine, audits, overlap=1.0).audit_rollouts(call())
     assert found.measured == [[one] for one in own]  # the trainer believes itself
     assert found.validator == b""
     assert "DISQUALIFIED" in caplog.text
@@ -262,7 +266,7 @@ async def test_a_validator_that_lies_is_found_and_its_reports_count_no_more(
         await validator
     with refuses(Reason.BANNED):
         await audits.take_in(VALIDATOR.node_id, sealed(report(await a_job())))
-    assert (await remote(mine, audits).audit(call())).validator == b""
+    assert (await remote(mine, audits).audit_rollouts(call())).validator == b""
 
 
 async def a_job() -> AuditJob:
@@ -278,10 +282,10 @@ async def test_honest_noise_disqualifies_no_validator() -> None:
     await asyncio.sleep(0)
     auditors = remote(own, audits, overlap=1.0)
     for _ in range(3):
-        await auditors.audit(call())
+        await auditors.audit_rollouts(call())
     own.found = (CLEAN, CLEAN)
     for _ in range(40):
-        assert (await auditors.audit(call())).validator == VALIDATOR.node_id
+        assert (await auditors.audit_rollouts(call())).validator == VALIDATOR.node_id
     validator.cancel()
     record = audits.record(VALIDATOR.node_id)
     assert (record.compared, record.overturned, record.disqualified) == (86, 3, "")
@@ -293,7 +297,7 @@ async def test_a_validator_that_suspects_everybody_is_found_in_time() -> None:
     await asyncio.sleep(0)
     auditors = remote(own, audits)
     for _ in range(16):
-        assert (await auditors.audit(call())).measured == [[CLEAN], [CLEAN]]
+        assert (await auditors.audit_rollouts(call())).measured == [[CLEAN], [CLEAN]]
     assert "32 of the 32" in audits.record(VALIDATOR.node_id).disqualified
     with refuses(Reason.BANNED):
         await validator
@@ -306,7 +310,7 @@ async def test_the_first_jobs_and_then_a_share_are_measured_again() -> None:
     auditors = remote(own, audits, overlap=0.1, first_jobs=4)
     counts: list[int] = []
     for _ in range(204):
-        await auditors.audit(call())
+        await auditors.audit_rollouts(call())
         counts.append(len(own.calls))
     validator.cancel()
     assert counts[3] == 4
@@ -319,7 +323,7 @@ async def test_a_trainer_whose_own_auditor_died_still_has_its_validators() -> No
     own, audits = Own(dead=True), audit_queue()
     validator = asyncio.create_task(serve(audits, VALIDATOR))
     await asyncio.sleep(0)
-    found = await remote(own, audits, overlap=1.0).audit(call())
+    found = await remote(own, audits, overlap=1.0).audit_rollouts(call())
     validator.cancel()
     assert found.validator == VALIDATOR.node_id
 
@@ -341,7 +345,7 @@ def measured(by_trainer: bool = False) -> AuditCall:
 async def test_a_reference_is_measured_by_the_trainer_alone_so_no_validator_moves_a_bound() -> None:
     own, audits = Own(CLEAN, ODD), audit_queue()
     asked = await present(audits)
-    found = await remote(own, audits).audit(measured(by_trainer=True))
+    found = await remote(own, audits).audit_rollouts(measured(by_trainer=True))
     assert found.measured == [[CLEAN], [ODD]]
     assert found.validator == b""
     assert isinstance((await asked)[0], AuditWait)
@@ -353,7 +357,7 @@ async def test_what_a_validator_finds_odd_the_trainer_measures_itself() -> None:
     noisy = msgspec.structs.replace(CLEAN, fingerprint=0.3)
     for theirs, asked in (((CLEAN, CLEAN), 0), ((CLEAN, ODD), 1), ((noisy, CLEAN), 2)):
         waiting = await present(audits)
-        answer = asyncio.create_task(remote(own, audits).audit(measured()))
+        answer = asyncio.create_task(remote(own, audits).audit_rollouts(measured()))
         job, _ = await waiting
         assert isinstance(job, AuditJob)
         await audits.take_in(VALIDATOR.node_id, sealed(report(job, *theirs)))
@@ -385,7 +389,7 @@ async def answered(
     """The answer on one job, of which a validator reports `theirs`."""
     audits = audit_queue()
     waiting = await present(audits)
-    answer = asyncio.create_task(remote(own, audits, **settings).audit(asked))
+    answer = asyncio.create_task(remote(own, audits, **settings).audit_rollouts(asked))
     job, _ = await waiting
     assert isinstance(job, AuditJob)
     await audits.take_in(VALIDATOR.node_id, sealed(report(job, *theirs)))
@@ -416,9 +420,9 @@ async def test_a_validator_that_was_right_for_long_ends_with_its_first_invented_
     lies: list[Measured] = []
     validator = await seated(serve_as(audits, lambda: lies or [CLEAN, CLEAN]), audits)
     for _ in range(40):
-        assert (await auditors.audit(call())).validator == VALIDATOR.node_id
+        assert (await auditors.audit_rollouts(call())).validator == VALIDATOR.node_id
     lies += [GUILTY, GUILTY]
-    assert (await auditors.audit(call())).measured == [[CLEAN], [CLEAN]]
+    assert (await auditors.audit_rollouts(call())).measured == [[CLEAN], [CLEAN]]
     with refuses(Reason.BANNED):
         await validator
 
@@ -479,7 +483,7 @@ async def test_evidence_of_another_policy_counts_on_a_validators_word_up_to_a_fe
     validator = await seated(serve_as(audits, lambda: [hint]), audits)
     nats = 0.0
     for _ in range(20):
-        answer = await auditors.audit(flood(1))
+        answer = await auditors.audit_rollouts(flood(1))
         nats += sum(other_step(one.other_policy, PROOFS.other_scale) for one in seen(answer))
         nats = max(0.0, nats)
         assert nats <= UNCONFIRMED_NATS
@@ -493,7 +497,7 @@ async def test_evidence_of_another_policy_that_the_trainer_finds_too_counts_in_f
     own, audits = Own(hint), audit_queue()
     auditors = remote(own, audits)
     validator = await seated(serve_as(audits, lambda: [hint]), audits)
-    answers = [await auditors.audit(flood(1)) for _ in range(20)]
+    answers = [await auditors.audit_rollouts(flood(1)) for _ in range(20)]
     validator.cancel()
     assert [one.measured for one in answers] == [[[hint]]] * 20
     assert audits.record(VALIDATOR.node_id).overturned == 0
@@ -516,7 +520,7 @@ async def test_a_validator_that_passes_cheats_is_found_at_the_rate_that_the_docs
         validator = await seated(serve_as(audits, lambda: [CLEAN] * 4), audits)
         jobs = 0
         while not audits.record(VALIDATOR.node_id).disqualified and jobs < 60:
-            await auditors.audit(flood(4))
+            await auditors.audit_rollouts(flood(4))
             jobs += 1
         survived.append(jobs - 1)
         with refuses(Reason.BANNED):
@@ -533,12 +537,12 @@ async def test_a_worker_that_a_validator_covered_for_is_measured_by_the_trainer_
     validator = asyncio.create_task(serve(audits, VALIDATOR))
     await asyncio.sleep(0)
     auditors = remote(own, audits, overlap=1.0)
-    await auditors.audit(call())
+    await auditors.audit_rollouts(call())
     with refuses(Reason.BANNED):
         await validator
     second = asyncio.create_task(serve(audits, SECOND))
     await until(lambda: audits.validators[SECOND.node_id].waiting > 0)
-    answer = await remote(own, audits).audit(call())
+    answer = await remote(own, audits).audit_rollouts(call())
     assert answer.measured == [[GUILTY], [GUILTY]]
     assert answer.validator == b""
     audits.pardon(WORKER.node_id)
@@ -550,7 +554,7 @@ async def test_a_validator_never_measures_its_own_work() -> None:
     own, audits = Own(), audit_queue()
     waiting = await present(audits)
     mine = dataclasses.replace(call(), node=VALIDATOR.node_id)
-    assert (await remote(own, audits).audit(mine)).validator == b""
+    assert (await remote(own, audits).audit_rollouts(mine)).validator == b""
     assert isinstance((await waiting)[0], AuditWait)
 
 
@@ -564,7 +568,7 @@ async def test_who_of_several_validators_measures_a_job_is_drawn_and_not_who_ask
     by: Counter[bytes] = Counter()
     for _ in range(60):
         await until(lambda: all(one.waiting for one in audits.validators.values()))
-        by[(await auditors.audit(call())).validator] += 1
+        by[(await auditors.audit_rollouts(call())).validator] += 1
     for server in servers:
         server.cancel()
     assert by[VALIDATOR.node_id] + by[SECOND.node_id] == 60
@@ -595,7 +599,7 @@ async def test_a_disqualified_validator_stays_so_when_the_trainer_starts_again(
         audits.keep_in(ledger)
         validator = asyncio.create_task(serve(audits, VALIDATOR, GUILTY, CLEAN))
         await asyncio.sleep(0)
-        await remote(Own(), audits).audit(call())
+        await remote(Own(), audits).audit_rollouts(call())
         with refuses(Reason.BANNED):
             await validator
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:

@@ -14,9 +14,9 @@ from support.protocol_cases import BOUNDS, LEASE, PLAN, PROOFS, RUN, STRANGER, T
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.bounds_book import BoundsBook
 from primerl.node.verification.bounds import PROVISIONAL
-from primerl.node.verification.judge import judge
+from primerl.node.verification.judgement import judge
 from primerl.node.verification.self_calibration import ENOUGH, RENEW, SelfCalibration
-from primerl.node.verification.verifier import (
+from primerl.node.verification.verdict import (
     AuditResults,
     ReceivedSubmission,
     Verified,

@@ -18,7 +18,7 @@ from primerl.node.trainer import kept_rollouts
 from primerl.node.trainer.kept_rollouts import kept_batch
 from primerl.node.training.advantages import credit
 from primerl.node.training.buffer import AgentShare
-from primerl.node.verification.verifier import (
+from primerl.node.verification.verdict import (
     AuditResults,
     ReceivedSubmission,
     Verified,

@@ -4,7 +4,7 @@ import pytest
 from support.protocol_cases import LEASE
 
 from primerl.node.trainer.lease_outcomes import WorkRecords
-from primerl.node.verification.verifier import (
+from primerl.node.verification.verdict import (
     AuditResults,
     ReceivedSubmission,
     Verified,

@@ -19,13 +19,14 @@ from support.protocol_cases import (
 from primerl.crypto.hashing import digest
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.trainer.lease_book import LeaseBook
 from primerl.node.trainer.leased_replies import (
     LeasedReplies,
     PromptQueue,
     PromptSupply,
     accepted_replies,
 )
-from primerl.node.verification.verifier import (
+from primerl.node.verification.verdict import (
     AuditResults,
     ReceivedSubmission,
     Verified,
@@ -33,7 +34,7 @@ from primerl.node.verification.verifier import (
     refuse_all,
 )
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import Lease, LeaseBook, prompt_digest
+from primerl.protocol.leases import Lease, prompt_digest
 from primerl.protocol.rollouts import (
     GroupRecord,
     Rejection,

@@ -26,6 +26,7 @@ from primerl.node.ops.metrics import MetricsLog
 from primerl.node.sft.data import MixedReader
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.demonstrations import Demonstrations
+from primerl.node.trainer.lease_book import LeaseBook, LeasePolicy, MixtureShare
 from primerl.node.trainer.loop import TrainerRole
 from primerl.node.trainer.scheduler import LeaseDemand
 from primerl.node.trainer.state import Progress
@@ -33,7 +34,6 @@ from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
 from primerl.node.training.buffer import BranchTokens, RolloutBuffer, RolloutGroup, ScoredRollout
 from primerl.node.training.curriculum import Curriculum
 from primerl.node.training.skipped_steps import MAX_SKIPPED
-from primerl.protocol.leases import LeaseBook, LeasePolicy, MixtureShare
 
 A, B, C = (bytes([n]) * 32 for n in (10, 11, 12))
 WANTED = 8

@@ -21,13 +21,14 @@ from primerl.node.ops.control import PeerRow
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
+from primerl.node.trainer.lease_book import LeaseBook, LeaseShare, MixtureShare
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.state import TaskPosition, TrainerState, positions
 from primerl.node.trainer.status_view import worker_rows
 from primerl.node.trainer.workers import ABLE_S, GONE_S, JOINING_S, PRESENT_S, WorkerRegistry
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import Lease, LeaseBook, LeaseShare, MixtureShare
+from primerl.protocol.leases import Lease
 from primerl.protocol.messages import LeaseReply, LeaseRequest, WorkerStats
 from primerl.protocol.reputation import HALF_LIFE_S, Reputation
 

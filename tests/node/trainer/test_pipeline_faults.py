@@ -10,8 +10,8 @@ from support.protocol_cases import LEASE, NOW, PLAN, PROOFS, SUBMITTED
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.trainer.pipeline_faults import StageFaults, observed, spared
-from primerl.node.verification.judge import Judgement, StageAttribution
-from primerl.node.verification.verifier import AuditResults, Verified
+from primerl.node.verification.judgement import Judgement, StageAttribution
+from primerl.node.verification.verdict import AuditResults, Verified
 from primerl.protocol.errors import Reason
 from primerl.protocol.pipelines import PipelinePlan, Stage
 from primerl.protocol.reputation import (

@@ -13,9 +13,9 @@ from support.protocol_cases import MIXED, refuses
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
+from primerl.node.trainer.lease_book import LeaseBook, MixtureShare, NodeRecord
 from primerl.node.trainer.workers import AWAY_S, SWEEP_S, WorkerRegistry, trim_heap
 from primerl.protocol.errors import Reason
-from primerl.protocol.leases import LeaseBook, MixtureShare, NodeRecord
 from primerl.protocol.manifests import Ticket
 
 TICKET = b"t" * 16

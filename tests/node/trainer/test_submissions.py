@@ -21,14 +21,15 @@ from primerl.node.config.training import TrainingConfig
 from primerl.node.errors import StorageError
 from primerl.node.storage.ledger import HonestRollout, QueuedSubmission
 from primerl.node.trainer.bounds_book import BoundsBook
+from primerl.node.trainer.lease_book import MAX_TRIES, LeaseBook, MixtureShare
 from primerl.node.trainer.lease_outcomes import WorkRecords, count_lease
 from primerl.node.trainer.state import Progress
 from primerl.node.trainer.submissions import CONCURRENT_CHECKS, UNJUDGED, SubmissionQueue
 from primerl.node.training.buffer import RolloutBuffer
 from primerl.node.training.curriculum import Curriculum
-from primerl.node.verification.judge import StageAttribution
+from primerl.node.verification.judgement import StageAttribution
 from primerl.node.verification.self_calibration import AuditConditions
-from primerl.node.verification.verifier import (
+from primerl.node.verification.verdict import (
     AuditResults,
     ReceivedSubmission,
     Verified,
@@ -38,7 +39,7 @@ from primerl.node.verification.verifier import (
 from primerl.protocol.audits import CHALLENGE_BYTES
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.leases import MAX_TRIES, Lease, LeaseBook, MixtureShare
+from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Reputation, ban_test
 from primerl.protocol.rollouts import Rejection, Submission, Verdict
 

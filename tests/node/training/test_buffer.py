@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.training_cases import group
 
+from primerl.node.trainer.lease_book import LeadTime
 from primerl.node.training.buffer import (
     BufferSnapshot,
     RolloutBuffer,
@@ -11,7 +12,8 @@ from primerl.node.training.buffer import (
     peer_cap,
     peer_room,
 )
-from primerl.protocol.leases import LeadTime
+from primerl.node.weights.state_history import StateHistory
+from primerl.protocol.audits import audited_versions, held_versions
 
 MOVES = st.lists(
     st.one_of(
@@ -51,6 +53,23 @@ def test_no_batch_ever_holds_a_group_older_than_the_bound(
                 assert 0 <= version - cut.policy_oldest <= bound
         counts = rollouts.counts
         assert counts["added"] == counts["cut"] + counts["swept"] + len(rollouts)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_what_may_be_trained_can_be_audited_even_if_a_version_is_published_on_the_way(
+    bound: int,
+) -> None:
+    newest = 9
+    held = StateHistory(held_versions(bound))
+    for version in range(newest + 1):
+        held.add(version, {})
+    subject = buffer(bound)
+    fresh = {v for v in range(newest + 1) if subject.add(group([0, 1], oldest=v), newest) is None}
+    read = fresh | {version - 1 for version in fresh}
+    assert len(read) == audited_versions(bound)
+    assert read <= held.keys()
+    held.add(newest + 1, {})
+    assert read == {*held} - {newest + 1}
 
 
 def test_a_bound_of_zero_admits_only_the_version_being_trained() -> None:

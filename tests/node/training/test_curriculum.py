@@ -11,10 +11,10 @@ from support.lease_cases import A, B, granted, indices, policy
 from support.protocol_cases import NOW
 
 from primerl.node.config.training import CurriculumConfig, SamplerConfig, TrainingConfig
+from primerl.node.trainer.lease_book import LeaseBook, TaskQueue
 from primerl.node.trainer.state import TrainerState, positions
 from primerl.node.training.buffer import BranchTokens, RolloutGroup, ScoredRollout
 from primerl.node.training.curriculum import Curriculum
-from primerl.protocol.leases import LeaseBook, TaskQueue
 
 POOLS = {
     "hard": {"threshold": 0.25, "weight": 0.5},

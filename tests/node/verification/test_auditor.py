@@ -193,7 +193,7 @@ def test_a_validator_asks_and_reports_the_same() -> None:
     )
     (item,) = job_items(job, data, run=MANIFEST, run_id=RUN)
     assert [one.layers for one in item.boundaries] == [14]
-    found = Measured(2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0, 0.5, 2.0, (0.25,))
+    found = Measured(0, 0, 2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0, 0.5, 2.0, boundaries=(0.25,))
     report = make_report(job, [found])
     check_rows(report, [(0, 0)])
     assert report.crossed == (CrossedRow(0, 0, (0.25,)),)
@@ -214,7 +214,7 @@ def test_a_validator_asks_and_reports_the_same() -> None:
 )
 def test_a_report_with_senseless_boundaries_is_refused(rows: tuple[CrossedRow, ...]) -> None:
     job = AuditJob(1, WORKER.node_id, digest(b"x"), 1, digest(b"c"), (Place(0, 0),), (3,), (), 5.0)
-    report = make_report(job, [Measured(2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0)])
+    report = make_report(job, [Measured(0, 0, 2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0)])
     assert b"crossed" not in msgspec.msgpack.encode(report)
     check_rows(report, [(0, 0)])
     with refuses(Reason.MALFORMED):
@@ -223,7 +223,7 @@ def test_a_report_with_senseless_boundaries_is_refused(rows: tuple[CrossedRow, .
 
 def test_a_rollout_is_as_far_off_at_a_boundary_as_the_worst_of_its_branches() -> None:
     def branch(*boundaries: float) -> Measured:
-        return Measured(2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, boundaries=boundaries)
+        return Measured(0, 0, 2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, boundaries=boundaries)
 
     assert boundary_distances([branch(0.1, 0.4), branch(0.3, 0.2)]) == (0.3, 0.4)
     assert boundary_distances([branch(0.1), branch()]) == ()

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 
 from primerl.node.config.run import RunConfig
 from primerl.node.errors import UsageError
-from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import (
     BEYOND,
     BUILT_IN,
@@ -25,8 +24,8 @@ from primerl.node.verification.bounds import (
     tail,
     upper_bound,
 )
-from primerl.node.verification.judge import judge
-from primerl.protocol.rollouts import Evidence
+from primerl.node.verification.judgement import judge
+from primerl.protocol.rollouts import MEASURES, Evidence
 
 CONTRACT = proof_contract(RunConfig())
 

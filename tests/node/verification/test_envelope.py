@@ -12,7 +12,7 @@ from support.noise_cases import honest_4b
 from support.protocol_cases import PROOFS
 
 from primerl.node.config.run import EngineConfig
-from primerl.node.verification.auditor import MEASURES, Measured, Reading, Unreadable
+from primerl.node.verification.auditor import Measured, Reading, Unreadable
 from primerl.node.verification.bounds import PROVISIONAL
 from primerl.node.verification.class_bounds import Reference
 from primerl.node.verification.envelope import (
@@ -25,10 +25,10 @@ from primerl.node.verification.envelope import (
     mean_bounds,
 )
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.judge import first_above
+from primerl.node.verification.judgement import first_above
 from primerl.node.verification.reader import has_room
 from primerl.protocol.reputation import WINDOW
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import MEASURES, Evidence
 
 CPU = EngineConfig(type="hf", device="cpu", dtype="bfloat16")
 
@@ -200,3 +200,18 @@ async def test_a_model_is_read_on_the_cpu_where_a_trainer_would_have_no_room_lef
 def _evidence(number: int, one: Measured) -> Evidence:
     measures = (getattr(one, name) for name in MEASURES)
     return Evidence(0, number, one.tokens, *measures, means=one.means)
+
+
+async def test_other_kernels_may_shift_the_states_of_a_model_by_half_of_its_noise() -> None:
+    """As those of a 4B model do by 0.42: in long texts all else averages out, in readings and in workers."""
+    long = [
+        structs.replace(one, means=(0.0,) * 9) for one in honest_4b(np.random.default_rng(0), 64)
+    ]
+    bounds = mean_bounds(long)
+    assert bounds is not None
+    distance = float(np.mean([one.fingerprint for one in long]))
+    shifted = [0.0, 0.0, 0.45 * distance, *[0.0] * 6, PAIR * distance]
+    assert bounds.first_above(shifted) == ""
+    assert bounds.first_above([0.0, 0.0, 0.6 * distance, *[0.0] * 7]).startswith(
+        "fingerprint_shift"
+    )

@@ -18,7 +18,7 @@ from support.waiting import alive
 from primerl.node.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.portions import (
+from primerl.node.verification.local_audits import (
     FIRST_PORTION,
     LARGEST_PORTION,
     MOST_DEADLY,
@@ -216,7 +216,7 @@ async def test_many_deadly_items_do_not_hold_up_the_auditor_for_long() -> None:
         attempts += 1
         if fake.DIES in [one.token_ids[0] for one in items]:
             raise AuditFailed("the process died")
-        return [Measured(1, 0, 0, 0, 0, 0, 0)] * len(items)
+        return [Measured(0, 0, 1, 0, 0, 0, 0, 0, 0)] * len(items)
 
     items = [item(fake.FINE), *[item(fake.DIES)] * 50, item(fake.FINE)]
     found = await Portions(60.0).measure(items, [1] * len(items), attempt)

@@ -11,11 +11,10 @@ from support.noise_cases import H100, RTX, TOKENS, honest_4b
 from support.protocol_cases import PROOFS
 
 from primerl.node.config.run import RunConfig
-from primerl.node.verification.auditor import MEASURES
 from primerl.node.verification.bounds import PROVISIONAL, proof_contract
 from primerl.node.verification.class_bounds import ENOUGH, Reference, provisional
 from primerl.node.verification.envelope import FIRST
-from primerl.node.verification.judge import judge
+from primerl.node.verification.judgement import judge
 from primerl.node.verification.self_calibration import (
     ADVICE,
     KEPT,
@@ -38,7 +37,7 @@ from primerl.protocol.reputation import (
     ban_test,
     outcome_of,
 )
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import MEASURES, Evidence
 
 OWN, SECOND, STRANGER = b"o" * 32, b"s" * 32, b"x" * 32
 NEW, IN_CLASS = Placement(H100), Placement(H100, canaries=CANARIES)

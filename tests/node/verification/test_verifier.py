@@ -1,7 +1,9 @@
 """From a submission to a verdict: whose fault a difference is, and what is never accepted unaudited."""
 
 import asyncio
+import inspect
 import itertools
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +12,7 @@ import msgspec
 import pytest
 from support.counting_environment import CountingEnvironment, counting_task, question, right_reply
 from support.hostile import say
+from support.listed_verifier import ListedVerifier
 from support.noise_cases import RTX
 from support.protocol_cases import (
     LEASE,
@@ -35,6 +38,8 @@ from primerl.node.environments.environment import (
 )
 from primerl.node.environments.leased_prompts import LeasedPrompts
 from primerl.node.errors import EngineError
+from primerl.node.verification import checks, duplicates, judgement
+from primerl.node.verification import verifier as verifier_module
 from primerl.node.verification.auditor import (
     AuditAnswer,
     AuditCall,
@@ -47,15 +52,13 @@ from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.envelope import NoiseEnvelope
 from primerl.node.verification.self_calibration import AuditConditions, SelfCalibration
-from primerl.node.verification.verifier import (
-    SCORED_AT_ONCE,
+from primerl.node.verification.verdict import (
     AuditResults,
-    Readings,
     ReceivedSubmission,
     Verified,
-    Verifier,
     make_verdict,
 )
+from primerl.node.verification.verifier import SCORED_AT_ONCE, Readings, Verifier
 from primerl.node.weights.state import State
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef
@@ -79,7 +82,7 @@ class FailingAudits:
 
     calls = 0
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         self.calls += 1
         raise EngineError("the auditor is ill")
 
@@ -178,7 +181,7 @@ def played(
 def verifier(
     environment: CountingEnvironment, states: dict[int, State], run: RunManifest = MANIFEST
 ) -> Verifier:
-    return Verifier(RUN, run, [environment], FailingAudits(), states, ArrivalsOnly())
+    return ListedVerifier(RUN, run, [environment], FailingAudits(), states, ArrivalsOnly())
 
 
 async def reasons(
@@ -223,7 +226,7 @@ async def test_copies_are_looked_for_in_order_of_arrival_though_scores_are_made_
     environment, copies = Scripted(), ArrivalsOnly()
     environment.first_may_go.clear()
     submission, lease = played(rewards=[1.0])
-    checked = Verifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
+    checked = ListedVerifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
     both = [
         asyncio.create_task(checked.verify(submission, lease, arrival(number), version=4, rate=0.0))
         for number in (1, 2)
@@ -243,7 +246,7 @@ async def test_a_bundle_that_is_refused_at_once_opens_no_way_past_the_one_before
     environment, copies = Scripted(), ArrivalsOnly()
     environment.first_may_go.clear()
     submission, lease = played(rewards=[1.0])
-    checked = Verifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
+    checked = ListedVerifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
     empty = msgspec.structs.replace(submission, groups=())
     source, refused, copy = (
         asyncio.create_task(checked.verify(sent, lease, arrival(number), version=4, rate=0.0))
@@ -264,7 +267,7 @@ async def test_the_loop_goes_on_while_copies_are_looked_for() -> None:
     """However long the texts are: peers, leases and heads are answered meanwhile."""
     copies = Lingering()
     submission, lease = played()
-    checked = Verifier(RUN, MANIFEST, [Scripted()], FailingAudits(), {3: {}}, copies)
+    checked = ListedVerifier(RUN, MANIFEST, [Scripted()], FailingAudits(), {3: {}}, copies)
     verifying = asyncio.create_task(
         checked.verify(submission, lease, arrival(), version=4, rate=0.0)
     )
@@ -291,7 +294,7 @@ async def test_what_is_held_when_copies_are_looked_for_is_audited_with_that() ->
     copies = Lingering(states)
     copies.may_go.set()
     submission, lease = played()
-    checked = Verifier(RUN, MANIFEST, [Scripted()], audits, states, copies)
+    checked = ListedVerifier(RUN, MANIFEST, [Scripted()], audits, states, copies)
     found = await reasons(checked, submission, lease, 1.0)
     assert (found, audits.calls, states) == ({Reason.AUDIT_FAILED: 8}, 1, {})
 
@@ -432,7 +435,7 @@ async def test_an_environment_that_does_not_return_is_not_asked_for_all_of_a_sub
 
 def mixed_verifier() -> Verifier:
     environments = [CountingEnvironment(name=name) for name in ("sums", "words")]
-    return Verifier(RUN, MIXED, environments, FailingAudits(), {3: {}}, ArrivalsOnly())
+    return ListedVerifier(RUN, MIXED, environments, FailingAudits(), {3: {}}, ArrivalsOnly())
 
 
 def played_in(environment: str, lease_of: int) -> tuple[Submission, Lease]:
@@ -488,7 +491,7 @@ async def test_equal_replies_of_the_likeliest_tokens_are_no_copies(
     sampling: dict[str, float], asked: list[int]
 ) -> None:
     copies, run = ArrivalsOnly(), played_otherwise(MANIFEST, **sampling)
-    checked = Verifier(RUN, run, [CountingEnvironment()], FailingAudits(), {3: {}}, copies)
+    checked = ListedVerifier(RUN, run, [CountingEnvironment()], FailingAudits(), {3: {}}, copies)
     supported = "temperature" not in sampling and bool(sampling)
     assert await reasons(checked, *played(rewards=[1.0], supported=supported), 0.0) == {}
     assert copies.asked == asked
@@ -515,7 +518,9 @@ async def test_of_leased_prompts_the_lease_alone_says_what_was_asked() -> None:
         group_size=1,
     )
     (task,) = lease.tasks
-    checked = Verifier(RUN, MANIFEST, [LeasedPrompts()], FailingAudits(), {3: {}}, CopyDetector())
+    checked = ListedVerifier(
+        RUN, MANIFEST, [LeasedPrompts()], FailingAudits(), {3: {}}, CopyDetector()
+    )
 
     def sent(branch: BranchRecord, reward: float = 0.0) -> Submission:
         group = GroupRecord(task.index, task.digest, (RolloutRecord((branch,), reward, ""),))
@@ -532,7 +537,7 @@ async def test_of_leased_prompts_the_lease_alone_says_what_was_asked() -> None:
 # -- readings of texts in float32 --------------------------------------------------------------------
 
 
-NOISE = Measured(64, 0.01, 0.0, 0.0, 0.02, 0.1, 0.0)
+NOISE = Measured(0, 0, 64, 0.01, 0.0, 0.0, 0.02, 0.1, 0.0)
 
 
 class SameNoise:
@@ -541,7 +546,7 @@ class SameNoise:
     def __init__(self, found: Measured) -> None:
         self._found = found
 
-    async def audit(self, call: AuditCall) -> AuditAnswer:
+    async def audit_rollouts(self, call: AuditCall) -> AuditAnswer:
         return AuditAnswer([[self._found for _ in target.items] for target in call.chosen])
 
 
@@ -570,7 +575,7 @@ class SlowReadings(NoiseEnvelope):
 def reading_verifier(found: Measured, readings: SlowReadings) -> tuple[Verifier, SelfCalibration]:
     contract = msgspec.structs.replace(PROOFS, bounds="measured", reject=PROVISIONAL)
     calibration = SelfCalibration(contract, [b"o" * 32], reads=True)
-    made = Verifier(
+    made = ListedVerifier(
         RUN, MANIFEST, [Scripted()], SameNoise(found), {3: {}}, ArrivalsOnly(),
         Readings(readings, calibration),
     )  # fmt: skip
@@ -607,7 +612,7 @@ async def test_the_first_submissions_are_judged_once_enough_of_them_was_read() -
 async def test_a_text_that_comes_again_has_no_means_and_no_verdict_tells_them() -> None:
     means = (0.1,) * MEANS
     audits = SameNoise(msgspec.structs.replace(NOISE, means=means))
-    checked = Verifier(RUN, MANIFEST, [Scripted()], audits, {3: {}}, ArrivalsOnly())
+    checked = ListedVerifier(RUN, MANIFEST, [Scripted()], audits, {3: {}}, ArrivalsOnly())
     submission, lease = played()
     verified = await checked.verify(submission, lease, arrival(), version=4, rate=1.0)
     found = [one.means for one in verified.audited.evidence]
@@ -647,3 +652,11 @@ async def test_a_text_that_no_seed_decided_is_not_read() -> None:
     assert verified.reasons() == {Reason.BAD_SAMPLING: 8}
     assert readings.asked == 0
     assert calibration.gathered(ENVELOPE) == 0
+
+
+async def test_the_list_of_checks_names_every_reason_of_their_code() -> None:
+    sources = (checks, duplicates, judgement, verifier_module)
+    code = "".join(map(inspect.getsource, sources))
+    named = {Reason[name] for name in re.findall(r"Reason\.([A-Z_]+)", code)}
+    listed = {reason for check in verifier(Scripted(), {}).checks() for reason in check.reasons}
+    assert named <= listed

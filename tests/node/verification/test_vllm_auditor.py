@@ -24,7 +24,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference.fingerprint import pack
 from primerl.node.inference.prefill import PrefillRequest, read_claims
-from primerl.node.verification import portions, vllm_auditor
+from primerl.node.verification import local_audits, vllm_auditor
 from primerl.node.verification.auditor import (
     AuditItem,
     BoundaryClaim,
@@ -32,11 +32,14 @@ from primerl.node.verification.auditor import (
     SampledSpan,
     Unreadable,
 )
-from primerl.node.verification.batched_auditor import ENOUGH_AUDITS, BatchedAuditor
 from primerl.node.verification.hf_auditor import HfAuditor
+from primerl.node.verification.local_audits import (
+    ENOUGH_AUDITS,
+    MOST_DEADLY,
+    LocalAudits,
+    RoutedAuditor,
+)
 from primerl.node.verification.measures import FEWEST
-from primerl.node.verification.portions import MOST_DEADLY
-from primerl.node.verification.routed_auditor import RoutedAuditor
 from primerl.node.verification.vllm_auditor import (
     NO_BOUNDARIES,
     AuditingEngine,
@@ -345,7 +348,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_audits_that_wait_are_made_together(shared: VllmAuditor, swapped: list[int]) -> None:
     await shared.audit([item(FINE)], STATES)
     swapped.clear()
-    batched, loading_s = BatchedAuditor(shared), shared.loading_s
+    batched, loading_s = LocalAudits(shared), shared.loading_s
     calls = [[item(FINE, version) for version in (1, 2, 3)] for _ in range(ENOUGH_AUDITS + 1)]
     calls[2][1] = item(FINE, 2, shown=3)
     found = await asyncio.gather(*(batched.audit(items, STATES) for items in calls))
@@ -367,7 +370,7 @@ async def test_a_text_that_kills_vllm_harms_no_audit_made_together_with_its_own(
         await measure(self, texts, states)
 
     monkeypatch.setattr(VllmAuditor, "_measure", noted)
-    batched = BatchedAuditor(auditor)
+    batched = LocalAudits(auditor)
     deadly = [item(fake.DIES, 2, mark=number) for number in range(MOST_DEADLY + 1)]
     calls = [[item(FINE, version) for version in (1, 2)] for _ in range(ENOUGH_AUDITS)]
     calls.append([item(FINE, 2), *deadly])
@@ -398,12 +401,12 @@ async def test_audits_are_made_one_after_the_other_and_a_cancelled_one_leaves_th
 async def test_an_audit_of_many_portions_swaps_each_version_in_once(
     shared: VllmAuditor, swapped: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sized = portions.portion_size
+    sized = local_audits.portion_size
 
     def small(costs: Sequence[int], limit: int) -> int:
         return sized(costs, min(20, limit))
 
-    monkeypatch.setattr(portions, "portion_size", small)
+    monkeypatch.setattr(local_audits, "portion_size", small)
     await shared.audit([item(FINE)], STATES)
     swapped.clear()
     items = [item(FINE, version) for version in (3, 1, 2) * 8]
@@ -608,7 +611,7 @@ async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: 
             self, items: Sequence[AuditItem], states: Mapping[int, State]
         ) -> list[Measured | Unreadable]:
             self.items += items
-            return [Measured(TOKENS, 0.5, 0, 0, 0, 0, 0)] * len(items)
+            return [Measured(0, 0, TOKENS, 0.5, 0, 0, 0, 0, 0)] * len(items)
 
         async def close(self) -> None:
             """See Auditor."""

@@ -21,6 +21,7 @@ from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.concurrency import Concurrency, Decision
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.models.support import join_support, pack_support, support_fault
+from primerl.node.trainer.lease_book import LeaseBook
 from primerl.node.verification.checks import check_submission
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker import rollouts
@@ -32,7 +33,7 @@ from primerl.node.worker.rollouts import (
     rollout_record,
 )
 from primerl.protocol.errors import Reason
-from primerl.protocol.leases import Lease, LeaseBook, sample_seed
+from primerl.protocol.leases import Lease, sample_seed
 from primerl.protocol.manifests import SamplingContract
 from primerl.protocol.rollouts import Submission
 

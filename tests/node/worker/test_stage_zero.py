@@ -32,6 +32,7 @@ from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
+from primerl.node.trainer.lease_book import LeaseBook
 from primerl.node.trainer.pipeline_coordinator import (
     ALIVE_S,
     BENCH_S,
@@ -44,7 +45,6 @@ from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.node.trainer.workers import WorkerRegistry
 from primerl.protocol.errors import Reason
-from primerl.protocol.leases import LeaseBook
 from primerl.protocol.manifests import PeerRecord
 from primerl.protocol.messages import (
     Hello,

@@ -18,11 +18,12 @@ from primerl.node.errors import StorageError
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import TransportError
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.lease_book import LeaseBook
 from primerl.node.worker import upload
 from primerl.node.worker.upload import UPLOADS, UploadQueue
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
-from primerl.protocol.leases import Lease, LeaseBook
+from primerl.protocol.leases import Lease
 from primerl.protocol.rollouts import Receipt, Submission
 
 WORKER, TRAINER = SecretKey.from_seed(bytes(31) + b"w"), SecretKey.from_seed(bytes(31) + b"t")

@@ -19,7 +19,7 @@ from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.p2p.transport import Unreachable
 from primerl.node.reports.explain import explain
 from primerl.node.storage.ledger import Ledger
-from primerl.node.worker.loop import BAN_PAUSE_S, MAX_BAN_PAUSE_S, VerdictLog
+from primerl.node.worker.verdicts import BAN_PAUSE_S, MAX_BAN_PAUSE_S, VerdictLog
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import GetVerdicts, Message, Verdicts

@@ -8,7 +8,7 @@ from msgspec import structs
 from support.protocol_cases import PROOFS
 
 from primerl.node.verification.bounds import BUILT_IN
-from primerl.node.verification.judge import REASONS, StageAttribution, blame, judge, name_stages
+from primerl.node.verification.judgement import REASONS, StageAttribution, blame, judge, name_stages
 from primerl.protocol.rollouts import Evidence
 
 REJECT, SUSPECT = BUILT_IN["bfloat16"]

@@ -6,11 +6,11 @@ Invariants:
 - a number that is not finite counts as infinitely far off.
 """
 
-import functools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -33,14 +33,7 @@ from ..models.support import NO_SUPPORT, unpack_supports
 from ..pipeline.activations import rounded
 from ..weights.adapters import merge
 from ..weights.state import State, state_bytes
-from .auditor import (
-    AuditItem,
-    AuditTerms,
-    Measured,
-    SameState,
-    Unreadable,
-    check_versions,
-)
+from .auditor import AuditItem, AuditTerms, Measured, SameState, Unreadable, check_versions
 from .measures import check_items, compare_replies, distances, routing, split_proof, summarize
 
 Integers = NDArray[np.int64]
@@ -123,8 +116,8 @@ class Kept:
     size: int
 
 
-class Replay:
-    """Measurement of items, with a cache of the networks used last; for one thread."""
+class PrefillAudit:
+    """Measurement of items by prefill, with a cache of the networks used last; for one thread."""
 
     def __init__(
         self,
@@ -205,16 +198,18 @@ class Replay:
         tokens: _Tokens,
         states: Mapping[int, State],
     ) -> Iterator[_Flight]:
-        wanting: dict[int, list[_Branch]] = defaultdict(list)
-        for branch in branches:
-            for version in branch.item.wanted:
-                wanting[version].append(branch)
+        items = [branch.item for branch in branches]
+        wanting: dict[int, list[int]] = defaultdict(list)
+        for number, item in enumerate(items):
+            for version in item.wanted:
+                wanting[version].append(number)
         # cached networks first: building another one may evict one of them
         for version in sorted(wanting, key=lambda one: (one not in self._kept, one)):
             network = self._network(version, states[version])
             limit = self._batch_tokens or BATCH_TOKENS.get(network.device.type, BATCH_TOKENS["cpu"])
-            for batch in _batches(wanting[version], limit):
-                yield self._launch(network, version, batch, tokens)
+            for batch in batches(wanting[version], items, limit):
+                chosen = [branches[number] for number in batch]
+                yield self._launch(network, version, chosen, tokens)
 
     def _launch(
         self, network: LanguageModel, version: int, batch: Sequence[_Branch], tokens: _Tokens
@@ -223,11 +218,10 @@ class Replay:
         lengths = [len(branch.item.token_ids) for branch in batch]
         counts = [branch.at.stop - branch.at.start for branch in batch]
         chosen = np.concatenate([np.arange(one.at.start, one.at.stop) for one in batch])
-        before = np.repeat(np.cumsum([0, *lengths[:-1]]), counts)
         own = np.flatnonzero(tokens.versions[chosen] == version)
         drawn = chosen[own]
         pieces = [branch.token_ids for branch in batch]
-        leading = before + tokens.places[chosen] - 1
+        leading = leading_rows(lengths, counts, tokens.places[chosen])
         pieces += [leading, own]
         pieces += [tokens.seeds[drawn], tokens.places[drawn], tokens.tokens[drawn]]
         there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
@@ -414,28 +408,23 @@ class Replay:
 
 def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
     branches: list[_Branch] = []
-    columns: list[tuple[Integers, ...]] = []
+    drawn: list[Integers] = [np.empty(0, np.int64)]  # there may be no item
+    versions = [np.empty(0, np.int64)]
+    sampled = SampledPositions.of(items)
     start = 0
-    for number, item in enumerate(items):
+    for number, (item, count) in enumerate(zip(items, sampled.counts, strict=True)):
         ids = np.array(item.token_ids, np.int64)
-        counts = [reply.end - reply.start for reply in item.replies]
-        places = np.concatenate([np.arange(reply.start, reply.end) for reply in item.replies])
-        seeds = np.repeat(np.array([reply.seed for reply in item.replies], np.int64), counts)
-        drawn = np.array(item.drawn, np.int64) if item.drawn else ids[places]
-        columns.append((places, drawn, seeds, np.array(item.versions, np.int64)))
-        at = slice(start, start := start + len(places))
+        at = slice(start, start := start + count)
+        drawn.append(np.array(item.drawn, np.int64) if item.drawn else ids[sampled.places[at]])
+        versions.append(np.array(item.versions, np.int64))
         branches.append(_Branch(number, item, ids, at, waits=len(item.wanted)))
-    none = (np.empty(0, np.int64),) * 4  # there may be no item
-    repeated = functools.partial(
-        np.repeat, repeats=[one.at.stop - one.at.start for one in branches]
-    )
     return branches, _Tokens(
-        *map(np.concatenate, zip(none, *columns, strict=True)),
-        temperatures=repeated(np.array([one.temperature for one in items], np.float32)),
-        limits=Limits(
-            repeated(np.array([one.top_k for one in items], np.int64)),
-            repeated(np.array([one.top_p for one in items], np.float32)),
-        ),
+        sampled.places,
+        np.concatenate(drawn),
+        sampled.seeds,
+        np.concatenate(versions),
+        temperatures=sampled.temperatures,
+        limits=sampled.limits,
         margins=np.full(start, np.inf),
         logprobs=np.full(start, np.inf),
     )
@@ -451,23 +440,59 @@ def _own_states(found: Mapping[int, Tensor], versions: Integers) -> Tensor:
     return own
 
 
-def _batches(branches: Sequence[_Branch], limit: int) -> list[list[_Branch]]:
-    """Group branches of similar length and equal boundaries, longest first.
+def batches(numbers: Sequence[int], items: Sequence[AuditItem], limit: int) -> list[list[int]]:
+    """Group the `numbers` of some `items`: of similar length and equal boundaries, longest first.
 
-    A batch has up to `limit` tokens, or a single longer branch.
+    A batch has up to `limit` tokens, or a single longer item.
     """
-    batches: list[list[_Branch]] = []
+    grouped: list[list[int]] = []
     room, key = 0, None
-    for branch in sorted(
-        branches, key=lambda one: (boundary_key(one.item), -len(one.item.token_ids))
+    for number in sorted(
+        numbers, key=lambda number: (boundary_key(items[number]), -len(items[number].token_ids))
     ):
-        length = len(branch.item.token_ids)
-        if length > room or boundary_key(branch.item) != key:
-            batches.append([])
-            room, key = max(limit, length), boundary_key(branch.item)
-        batches[-1].append(branch)
+        length = len(items[number].token_ids)
+        if length > room or boundary_key(items[number]) != key:
+            grouped.append([])
+            room, key = max(limit, length), boundary_key(items[number])
+        grouped[-1].append(number)
         room -= length
-    return batches
+    return grouped
+
+
+@dataclass(frozen=True)
+class SampledPositions:
+    """The sampled positions of some items, one after the other [S]."""
+
+    counts: list[int]
+    """Number of each item's."""
+    places: Integers
+    """Positions in their items."""
+    seeds: Integers
+    temperatures: NDArray[np.float32]
+    limits: Limits
+
+    @classmethod
+    def of(cls, items: Sequence[AuditItem]) -> Self:
+        """List the positions of `items`."""
+        replies = [reply for item in items for reply in item.replies]
+        lengths = [reply.end - reply.start for reply in replies]
+        counts = [sum(reply.end - reply.start for reply in item.replies) for item in items]
+        nothing = np.empty(0, np.int64)  # there may be no item
+        return cls(
+            counts,
+            np.concatenate([nothing, *(np.arange(one.start, one.end) for one in replies)]),
+            np.repeat(np.array([reply.seed for reply in replies], np.int64), lengths),
+            np.repeat(np.array([item.temperature for item in items], np.float32), counts),
+            Limits(
+                np.repeat(np.array([item.top_k for item in items], np.int64), counts),
+                np.repeat(np.array([item.top_p for item in items], np.float32), counts),
+            ),
+        )
+
+
+def leading_rows(lengths: Sequence[int], counts: Sequence[int], places: Integers) -> Integers:
+    """Return the rows of a packed batch that lead to `places` [S], `counts` of each text of these `lengths`."""
+    return np.repeat(np.cumsum([0, *lengths[:-1]]), counts) + places - 1
 
 
 # -- routes ----------------------------------------------------------------------------------------

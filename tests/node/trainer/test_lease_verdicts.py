@@ -4,17 +4,17 @@ import pytest
 from support.lease_cases import A, B, C, grant, granted, indices, keep, policy
 from support.protocol_cases import NOW
 
-from primerl.protocol.leases import (
+from primerl.node.trainer.lease_book import (
     LATE,
     MAX_FREE_RETURNS,
     MAX_TRIES,
-    Lease,
     LeaseBook,
     LeaseOutcome,
     LeaseShare,
     MixtureShare,
     Origin,
 )
+from primerl.protocol.leases import Lease
 
 EARNED = LeaseShare(earned=4.0)
 

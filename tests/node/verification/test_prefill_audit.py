@@ -45,17 +45,17 @@ from primerl.node.verification.measures import (
     distances,
     summarize,
 )
-from primerl.node.verification.replay import Replay
+from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State, Tensor
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return await make_case(tmp_path_factory.mktemp("replay"), "float32")
+    return await make_case(tmp_path_factory.mktemp("prefill"), "float32")
 
 
-def replay_of(case: Case, **limits: int) -> Replay:
-    return Replay(audit_terms(case.model_dir, case.run, "cpu"), **limits)
+def prefill_of(case: Case, **limits: int) -> PrefillAudit:
+    return PrefillAudit(audit_terms(case.model_dir, case.run, "cpu"), **limits)
 
 
 def alike(one: Measured, other: Measured) -> None:
@@ -78,8 +78,8 @@ def test_logits_and_branches_a_few_at_a_time_measure_the_same(
     count = len(case.item.versions)
     mixed = replace(case.item, versions=[OWN] * (count // 2) + [NEAR] * (count - count // 2))
     items = compared([mixed, *case.honest], {OWN: [NEAR]})
-    whole = measured(replay_of(case).measure(items, case.states))
-    parts = measured(replay_of(case, **limits).measure(items, case.states))
+    whole = measured(prefill_of(case).measure(items, case.states))
+    parts = measured(prefill_of(case, **limits).measure(items, case.states))
     for one, other in zip(parts, whole, strict=True):
         alike(one, other)
     assert whole[0].fingerprint > whole[1].fingerprint
@@ -95,7 +95,9 @@ async def test_models_of_the_general_network_are_measured_too(
     tmp_path: Path, make: Callable[[Path, int], State]
 ) -> None:
     case = await make_case(tmp_path, "float32", make)
-    for one in measured(replay_of(case).measure(compared(case.honest, {OWN: [NEAR]}), case.states)):
+    for one in measured(
+        prefill_of(case).measure(compared(case.honest, {OWN: [NEAR]}), case.states)
+    ):
         assert one.fingerprint < 0.01
         assert one.sampling_max < 1e-4
         assert one.logprob_max < 1e-4
@@ -104,7 +106,7 @@ async def test_models_of_the_general_network_are_measured_too(
 
 def test_a_policy_that_is_not_numbers_makes_everything_infinitely_far_off(case: Case) -> None:
     broken = spoilt(case.states[OWN])
-    [found] = measured(replay_of(case).measure([case.item], {OWN: broken}))
+    [found] = measured(prefill_of(case).measure([case.item], {OWN: broken}))
     far = (found.fingerprint, found.sampling_max, found.logprob, found.logprob_max)
     assert far == (inf, inf, inf, inf)
     assert found.sampling == 1.0
@@ -113,24 +115,24 @@ def test_a_policy_that_is_not_numbers_makes_everything_infinitely_far_off(case: 
 
 def test_another_policy_that_is_not_numbers_is_left_out(case: Case) -> None:
     states = {OWN: case.states[OWN], NEAR: spoilt(case.states[NEAR])}
-    [found] = measured(replay_of(case).measure(compared([case.item], {OWN: [NEAR]}), states))
+    [found] = measured(prefill_of(case).measure(compared([case.item], {OWN: [NEAR]}), states))
     assert found.other_policy == 0.0
     assert found.fingerprint < 0.01
 
 
 def test_a_state_under_a_known_version_is_looked_at(case: Case) -> None:
-    replay = replay_of(case)
-    [fine] = measured(replay.measure([case.item], case.states))
-    [found] = measured(replay.measure([case.item], {OWN: case.states[NEAR]}))
+    prefill = prefill_of(case)
+    [fine] = measured(prefill.measure([case.item], case.states))
+    [found] = measured(prefill.measure([case.item], {OWN: case.states[NEAR]}))
     assert found.fingerprint > 0.02 > fine.fingerprint
 
 
 def test_a_missing_model_or_gpu_is_an_error_at_once(case: Case, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"config\.json"):
-        Replay(audit_terms(tmp_path, case.run, "cpu")).prepare()
+        PrefillAudit(audit_terms(tmp_path, case.run, "cpu")).prepare()
     if not torch.cuda.is_available():
         with pytest.raises(EngineError, match="no cuda"):
-            Replay(audit_terms(case.model_dir, case.run, "cuda")).prepare()
+            PrefillAudit(audit_terms(case.model_dir, case.run, "cuda")).prepare()
 
 
 def spoilt(state: State) -> State:
@@ -162,7 +164,7 @@ def stages(deep: Case, liar: int = -1, count: int = len(CUTS) + 1, bits: int = 5
 def test_what_honest_stages_sent_is_what_a_prefill_finds(deep: Case, cuts: tuple[int, ...]) -> None:
     count = len(cuts) + 1
     items = [staged(deep, item, stages(deep, count=count), cuts) for item in deep.honest]
-    for one in measured(replay_of(deep).measure(compared(items, {OWN: [NEAR]}), deep.states)):
+    for one in measured(prefill_of(deep).measure(compared(items, {OWN: [NEAR]}), deep.states)):
         assert len(one.boundaries) == len(cuts)
         assert max(one.boundaries) < NEAREST
         assert one.fingerprint < NEAREST
@@ -173,7 +175,7 @@ def test_the_first_boundary_that_is_off_is_that_of_the_stage_with_other_weights(
     deep: Case, liar: int
 ) -> None:
     items = [staged(deep, item, stages(deep, liar)) for item in deep.honest]
-    for one in measured(replay_of(deep).measure(items, deep.states)):
+    for one in measured(prefill_of(deep).measure(items, deep.states)):
         outputs = [*one.boundaries, one.fingerprint]
         assert all(output < NEAREST for output in outputs[:liar])
         assert all(output > BOUND for output in outputs[liar:])
@@ -188,11 +190,11 @@ def test_what_was_rounded_on_its_way_is_rounded_by_the_auditor_too(
         replace(item, boundaries=[replace(one, encoding="raw") for one in item.boundaries])
         for item in items
     ]
-    for one in measured(replay_of(deep).measure(items, deep.states)):
+    for one in measured(prefill_of(deep).measure(items, deep.states)):
         assert max(one.boundaries) < NEAREST
         assert one.fingerprint < NEAREST
         assert one.logprob_max < 1e-3
-    for one in measured(replay_of(deep).measure(wrong, deep.states)):
+    for one in measured(prefill_of(deep).measure(wrong, deep.states)):
         assert one.fingerprint > BOUND
 
 
@@ -200,7 +202,7 @@ def test_bytes_that_are_no_fingerprints_are_as_far_off_as_can_be_and_nothing_els
     deep: Case,
 ) -> None:
     honest = staged(deep, deep.item, stages(deep))
-    one = measured(replay_of(deep).measure([garbage(honest, 1)], deep.states))[0]
+    one = measured(prefill_of(deep).measure([garbage(honest, 1)], deep.states))[0]
     assert one.boundaries[0] < NEAREST
     assert one.boundaries[1] > 0.75 * FURTHEST
     assert one.fingerprint < NEAREST
@@ -215,8 +217,8 @@ def test_branches_of_other_pipelines_and_of_none_do_not_mix(deep: Case) -> None:
         staged(deep, lying, stages(deep, 1)),
     ]
     items = compared(items, {OWN: [NEAR]})
-    found = measured(replay_of(deep).measure(items, deep.states))
-    alone = [replay_of(deep).measure([item], deep.states)[0] for item in items]
+    found = measured(prefill_of(deep).measure(items, deep.states))
+    alone = [prefill_of(deep).measure([item], deep.states)[0] for item in items]
     assert [len(answer.boundaries) for answer in found] == [2, 1, 0, 2]
     for answer, by_itself in zip(found, measured(alone), strict=True):
         alike(answer, by_itself)
@@ -234,7 +236,7 @@ def test_a_token_is_compared_under_the_version_that_it_claims(deep: Case) -> Non
     ]
     mixed = replace(item, boundaries=boundaries, versions=[OWN] * half + [NEAR] * (count - half))
     right, wrong = measured(
-        replay_of(deep).measure([mixed, replace(mixed, versions=item.versions)], deep.states)
+        prefill_of(deep).measure([mixed, replace(mixed, versions=item.versions)], deep.states)
     )
     assert max(right.boundaries) < NEAREST
     assert min(wrong.boundaries) > NEAREST
@@ -248,7 +250,7 @@ def test_boundaries_where_the_model_has_none_spoil_their_branch_only(
     boundaries = [
         replace(one, layers=layer) for one, layer in zip(honest.boundaries, layers, strict=True)
     ]
-    strange, fine = replay_of(deep).measure(
+    strange, fine = prefill_of(deep).measure(
         [replace(honest, boundaries=boundaries), honest], deep.states
     )
     assert isinstance(strange, Unreadable)
@@ -268,7 +270,7 @@ async def test_any_architecture_can_be_looked_into(tmp_path: Path) -> None:
             states = model(input_ids=tokens, output_hidden_states=True).hidden_states[1][0]
         led = [place - 1 for reply in item.replies for place in range(reply.start, reply.end)]
         items.append(replace(item, boundaries=[BoundaryClaim(1, "raw", crossing(states[led]))]))
-    for one in measured(replay_of(deep).measure(items, deep.states)):
+    for one in measured(prefill_of(deep).measure(items, deep.states)):
         assert one.boundaries[0] < NEAREST
 
 

@@ -15,7 +15,7 @@ from primerl.node.inference.handover import (
     make_delta,
     read_spans,
 )
-from primerl.node.inference.placement import ParameterPlacement, trace, write
+from primerl.node.inference.parameter_placement import ParameterPlacement, trace, write
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.weights.state import State
 from primerl.node.weights.state import Tensor as StateTensor

@@ -11,12 +11,12 @@ import pytest
 
 from primerl.node.errors import EngineError
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable
-from primerl.node.verification.batched_auditor import (
+from primerl.node.verification.local_audits import (
     BATCH_TOKENS,
     ENOUGH_AUDITS,
     MAX_PAUSE_S,
     PAUSE_PER_LOAD,
-    BatchedAuditor,
+    LocalAudits,
 )
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.manifests import RunManifest
@@ -52,7 +52,7 @@ class Auditor:
             raise self.fault
         if DEADLY in marks:
             return [Unreadable("it ended the audit", proof=False) for _ in marks]
-        return [Measured(mark, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for mark in marks]
+        return [Measured(0, 0, mark, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0) for mark in marks]
 
     async def close(self) -> None:
         """Nothing."""
@@ -79,7 +79,7 @@ async def answer(work: "asyncio.Task[list[Measured | Unreadable]]") -> list[int 
 Audit = tuple[list[AuditItem], Mapping[int, State]]
 
 
-async def begun(service: BatchedAuditor, *audits: Audit) -> list[Any]:
+async def begun(service: LocalAudits, *audits: Audit) -> list[Any]:
     """The tasks of audits, begun one after the other."""
     tasks: list[Any] = []
     for audit in audits:
@@ -96,7 +96,7 @@ def plain(mark: int) -> Audit:
 async def test_audits_that_wait_are_made_at_once_and_each_gets_its_own_answer() -> None:
     auditor = Auditor()
     first, second, third = await begun(
-        BatchedAuditor(auditor),
+        LocalAudits(auditor),
         plain(1),
         ([replace(one, others=[0]) for one in items(2, 3, 4)], {1: OLD, 0: NEW}),
         (items(5), {2: NEW, 1: dict(OLD)}),
@@ -116,7 +116,7 @@ async def test_audits_that_wait_are_made_at_once_and_each_gets_its_own_answer() 
 async def test_audits_that_mean_different_weights_by_a_version_are_kept_apart() -> None:
     auditor = Auditor()
     audits = (plain(1), plain(2), (items(3), {1: NEW}))
-    tasks = await begun(BatchedAuditor(auditor), *audits)
+    tasks = await begun(LocalAudits(auditor), *audits)
     auditor.gate.set()
     assert [await answer(one) for one in tasks] == [[1], [2], [3]]
     assert auditor.asked == [[1], [2], [3]]
@@ -126,7 +126,7 @@ async def test_audits_that_mean_different_weights_by_a_version_are_kept_apart() 
 async def test_more_tokens_than_fit_into_a_batch_wait_for_the_next_one() -> None:
     auditor = Auditor()
     large = items(2, tokens=BATCH_TOKENS - 1), {1: OLD}
-    tasks = await begun(BatchedAuditor(auditor), plain(1), large, plain(3), plain(4))
+    tasks = await begun(LocalAudits(auditor), plain(1), large, plain(3), plain(4))
     auditor.gate.set()
     assert [await answer(one) for one in tasks] == [[1], [2], [3], [4]]
     assert auditor.asked == [[1], [2, 3], [4]]
@@ -135,7 +135,7 @@ async def test_more_tokens_than_fit_into_a_batch_wait_for_the_next_one() -> None
 async def test_a_text_that_ends_audits_harms_none_but_its_own() -> None:
     auditor = Auditor()
     first, fine, deadly, other = await begun(
-        BatchedAuditor(auditor), plain(1), plain(2), (items(3, DEADLY), {1: OLD}), plain(4)
+        LocalAudits(auditor), plain(1), plain(2), (items(3, DEADLY), {1: OLD}), plain(4)
     )
     auditor.gate.set()
     assert await answer(first) == [1]
@@ -148,7 +148,7 @@ async def test_a_text_that_ends_audits_harms_none_but_its_own() -> None:
 async def test_what_the_auditor_cannot_do_is_told_to_all_that_asked() -> None:
     auditor = Auditor()
     auditor.fault = EngineError("no audit succeeds")
-    tasks = await begun(BatchedAuditor(auditor), *map(plain, range(3)))
+    tasks = await begun(LocalAudits(auditor), *map(plain, range(3)))
     auditor.gate.set()
     for task in tasks:
         with pytest.raises(EngineError, match="no audit succeeds"):
@@ -157,7 +157,7 @@ async def test_what_the_auditor_cannot_do_is_told_to_all_that_asked() -> None:
 
 async def test_an_audit_that_is_given_up_costs_the_others_nothing() -> None:
     auditor = Auditor()
-    first, second, third, fourth = await begun(BatchedAuditor(auditor), *map(plain, range(4)))
+    first, second, third, fourth = await begun(LocalAudits(auditor), *map(plain, range(4)))
     third.cancel()
     first.cancel()  # while it is made
     await asyncio.sleep(0.01)
@@ -170,7 +170,7 @@ async def test_an_audit_that_is_given_up_costs_the_others_nothing() -> None:
 # -- waiting for more audits -----------------------------------------------------------------------
 
 
-async def loaded(load_s: float, service: BatchedAuditor, auditor: Auditor) -> None:
+async def loaded(load_s: float, service: LocalAudits, auditor: Auditor) -> None:
     """Make an audit that loads versions for `load_s`."""
     auditor.load_s = load_s
     auditor.gate.set()
@@ -181,7 +181,7 @@ async def loaded(load_s: float, service: BatchedAuditor, auditor: Auditor) -> No
 
 async def test_after_versions_were_loaded_an_audit_waits_until_there_are_enough() -> None:
     auditor = Auditor()
-    service = BatchedAuditor(auditor, may_wait=lambda: True)
+    service = LocalAudits(auditor, may_wait=lambda: True)
     await loaded(1e3, service, auditor)
     tasks = await begun(service, *map(plain, range(1, ENOUGH_AUDITS)))
     await asyncio.sleep(0.02)
@@ -194,7 +194,7 @@ async def test_after_versions_were_loaded_an_audit_waits_until_there_are_enough(
 
 async def test_many_tokens_are_not_kept_waiting() -> None:
     auditor = Auditor()
-    service = BatchedAuditor(auditor, may_wait=lambda: True)
+    service = LocalAudits(auditor, may_wait=lambda: True)
     await loaded(1e3, service, auditor)
     [task] = await begun(service, (items(1, tokens=BATCH_TOKENS), {1: OLD}))
     assert await answer(task) == [1]
@@ -202,7 +202,7 @@ async def test_many_tokens_are_not_kept_waiting() -> None:
 
 async def test_an_audit_that_may_not_wait_any_more_is_made_at_once() -> None:
     auditor, may_wait = Auditor(), [True]
-    service = BatchedAuditor(auditor, may_wait=lambda: may_wait[0])
+    service = LocalAudits(auditor, may_wait=lambda: may_wait[0])
     await loaded(1e3, service, auditor)
     [task] = await begun(service, plain(1))
     await asyncio.sleep(0.02)
@@ -216,7 +216,7 @@ async def test_the_wait_is_a_multiple_of_the_time_that_loading_took(
     load_s: float, pause_s: float
 ) -> None:
     auditor, time = Auditor(), [100.0]
-    service = BatchedAuditor(auditor, may_wait=lambda: True, now=lambda: time[0])
+    service = LocalAudits(auditor, may_wait=lambda: True, now=lambda: time[0])
     await loaded(load_s, service, auditor)
     time[0] += pause_s - 0.02
     tasks = await begun(service, plain(1))
@@ -228,7 +228,7 @@ async def test_the_wait_is_a_multiple_of_the_time_that_loading_took(
 
 async def test_by_default_no_audit_waits_for_others() -> None:
     auditor = Auditor()
-    service = BatchedAuditor(auditor)
+    service = LocalAudits(auditor)
     await loaded(1e3, service, auditor)
     [task] = await begun(service, plain(1))
     assert await answer(task) == [1]
@@ -236,7 +236,7 @@ async def test_by_default_no_audit_waits_for_others() -> None:
 
 async def test_an_auditor_that_loads_nothing_is_never_waited_for() -> None:
     auditor = Auditor()
-    service = BatchedAuditor(auditor, may_wait=lambda: True)
+    service = LocalAudits(auditor, may_wait=lambda: True)
     for _ in range(2):
         await loaded(0.0, service, auditor)
     assert len(auditor.calls) == 2
@@ -244,7 +244,7 @@ async def test_an_auditor_that_loads_nothing_is_never_waited_for() -> None:
 
 async def test_closing_ends_the_wait() -> None:
     auditor = Auditor()
-    service = BatchedAuditor(auditor, may_wait=lambda: True)
+    service = LocalAudits(auditor, may_wait=lambda: True)
     await loaded(1e3, service, auditor)
     [task] = await begun(service, plain(1))
     await service.close()

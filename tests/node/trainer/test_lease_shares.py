@@ -2,7 +2,7 @@ import pytest
 from support.lease_cases import STRANGER, A, B, C, grant, granted, keep, policy
 from support.protocol_cases import NOW
 
-from primerl.protocol.leases import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, LeaseShare
+from primerl.node.trainer.lease_book import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, LeaseShare
 from primerl.protocol.reputation import Trust
 
 # -- nodes that do not honour their leases -----------------------------------------------------------

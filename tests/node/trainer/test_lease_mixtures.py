@@ -8,16 +8,9 @@ import pytest
 from support.lease_cases import SEED, A, B, grant, granted, indices, policy, task_digest
 from support.protocol_cases import LEASE, MIXED, MIXED_LEASE, NOW, refuses
 
+from primerl.node.trainer.lease_book import LeaseBook, LeaseShare, MixtureShare
 from primerl.protocol.errors import Reason
-from primerl.protocol.leases import (
-    Lease,
-    LeaseBook,
-    LeaseShare,
-    MixtureShare,
-    check_assignment,
-    environment_of,
-    sample_seed,
-)
+from primerl.protocol.leases import Lease, check_assignment, environment_of, sample_seed
 from primerl.protocol.session import decode
 
 ALL = frozenset({0, 1, 2})

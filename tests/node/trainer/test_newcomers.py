@@ -4,17 +4,17 @@ from support.lease_cases import A, B, C, D, granted, policy, task_digest
 from support.protocol_cases import NOW
 
 from primerl.crypto.hashing import digest
-from primerl.protocol.leases import (
+from primerl.node.trainer.lease_book import (
     FAILING,
     FORGET_S,
     MAX_PLACES,
     SLOT_SHARE,
-    Lease,
     LeaseBook,
     LeaseShare,
     Origin,
     pool,
 )
+from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Reputation, Trust
 
 ONE, TWO = Origin(b"one"), Origin(b"two")

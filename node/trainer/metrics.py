@@ -1,0 +1,142 @@
+"""Note what a step did: in the progress that `status` shows, in metrics.jsonl and in the log.
+
+A step's metrics are made before its checkpoint, which holds them for a resume. They are written once its
+version is published, with the seconds that saving and publishing took.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+
+from ..config.run import RunConfig
+from ..ops.metrics import MetricsLog
+from ..training.advantages import CreditedBatch
+from ..training.buffer import RolloutGroup, StalenessStats
+from .demonstrations import Demonstrations
+from .publisher import Publisher
+from .scheduler import LeaseScheduler
+from .submissions import SubmissionQueue
+
+logger = logging.getLogger(__name__)
+
+Line = dict[str, float | None]
+"""The metrics of a step, by name."""
+
+
+class RunMetrics:
+    """The metrics of the run's steps."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        scheduler: LeaseScheduler,
+        submissions: SubmissionQueue,
+        publisher: Publisher,
+        demonstrations: Demonstrations,
+        log: MetricsLog,
+    ) -> None:
+        """`log` takes the lines; the others are what they are read from."""
+        self._environments = [environment.name for environment in config.mixture]
+        self._scheduler = scheduler
+        self._progress = submissions.progress
+        self._curricula = submissions.curricula
+        self._publisher = publisher
+        self._demonstrations = demonstrations
+        self.log = log
+        self.saving_s = 0.0
+        """Seconds that checkpoints delayed the current step."""
+        self._audited_s = 0.0
+        """Seconds of audits, up to the newest step."""
+
+    def note(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        staleness: StalenessStats,
+        figures: Mapping[str, float],
+    ) -> None:
+        """Note a trained step in the progress; `figures` are the learner's."""
+        rewards = [rollout.reward for group in groups for rollout in group.rollouts]
+        progress = self._progress
+        progress.step = step
+        progress.reward = sum(rewards) / len(rewards)
+        progress.rewards |= mean_rewards(groups)
+        progress.staleness = staleness.mean
+        progress.staleness_max = max(progress.staleness_max, staleness.max)
+        progress.history.append((step, progress.reward))
+        progress.staleness_history.append((step, staleness.mean))
+        mismatch = figures.get("mismatch_kl/all/mean", 0.0)
+        if math.isfinite(mismatch):
+            progress.mismatch_kl.append(mismatch)
+
+    def line(
+        self,
+        batch: CreditedBatch,
+        groups: Sequence[RolloutGroup],
+        staleness_max: int,
+        waited: float,
+        figures: Mapping[str, float],
+    ) -> Line:
+        """Return the metrics of the step that was noted last, before it is saved and published."""
+        progress, rewards = self._progress, mean_rewards(groups)
+        audited_s = progress.clock.seconds.get("audit", 0.0)
+        auditing_s, self._audited_s = audited_s - self._audited_s, audited_s
+        names = self._environments
+        return {
+            "time": round(time.time(), 3),
+            "reward/mean": progress.reward,
+            "off_policy/mean": progress.staleness,
+            "off_policy/max": staleness_max,
+            **figures,
+            "batch/samples": len(batch.samples),
+            "batch/groups": batch.groups,
+            "batch/pruned": batch.pruned,
+            "batch/flat": batch.flat,
+            "time/wait_for_batch": round(waited, 4),
+            "time/audit": round(auditing_s, 4),
+            "rollouts/accepted": progress.accepted,
+            "rollouts/rejected": sum(progress.rejected.values()),
+            **{f"reward/{name}": rewards.get(name) for name in names},
+            **{f"accepted/{name}": progress.accepted_of[name] for name in names},
+            **{f"rejected/{name}": progress.rejected_of[name] for name in names},
+            "leases/expired": self._scheduler.book.expired,
+            "leases/passed_over": sum(supply.passed_over for supply in self._scheduler.tasks),
+            **{
+                name: value
+                for curriculum in self._curricula.values()
+                for name, value in curriculum.metrics().items()
+            },
+            **self._demonstrations.figures(),
+        }
+
+    def write(self, step: int, line: Line, broadcasting_s: float) -> None:
+        """Write the metrics of a step that took `broadcasting_s` to publish."""
+        progress = self._progress
+        published = {
+            "time": round(time.time(), 3),
+            "time/save_ckpt": round(self.saving_s, 4),
+            "time/broadcast_weights": round(broadcasting_s, 4),
+            "weights/delta_bytes": self._publisher.last_delta_bytes,
+        }
+        self.saving_s = 0.0
+        self.log.write(step, line | published)
+        logger.info(
+            "step %d | reward %.3f | staleness %.2f | mismatch KL %.2g | %.0f tokens/s | waited %.2fs",
+            step,
+            progress.reward or 0.0,
+            progress.staleness or 0.0,
+            line.get("mismatch_kl/all/mean") or 0.0,
+            line.get("perf/throughput") or 0.0,
+            line["time/wait_for_batch"],
+        )
+
+
+def mean_rewards(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Return the mean reward of each environment's rollouts, for environments in `groups`."""
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        rewards.setdefault(group.environment, []).extend(
+            rollout.reward for rollout in group.rollouts
+        )
+    return {name: sum(each) / len(each) for name, each in rewards.items()}
