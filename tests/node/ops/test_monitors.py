@@ -73,7 +73,7 @@ def test_wandb_offline_holds_the_steps_and_the_public_config(tmp_path: Path) -> 
             training={"lr": 0.03125},
         )
     )
-    history, run = wandb_records(made.run_dir)
+    history, run = wandb_records(made.run_dir, count=4)
     assert [(row["step"], row["loss/mean"]) for row in history] == [
         (1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (3, 0.125),
     ]  # fmt: skip
@@ -110,6 +110,8 @@ def log_records(data: bytes) -> Iterator[bytes]:
         if (left := -at % 2**15) < 7 and left:
             at += left
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):
+            return  # it is being written
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -117,8 +119,21 @@ def log_records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def wandb_records(run_dir: Path) -> tuple[list[dict[str, Any]], Any]:
-    """The rows of the history, and the record of the run, of the one offline run."""
+def wandb_records(run_dir: Path, count: int = 1) -> tuple[list[dict[str, Any]], Any]:
+    """The rows of the history, `count` at least and to step 3, and the record of the one offline run.
+
+    W&B's service writes the last ones when the run has ended, at the latest as the process ends.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        rows, run = written_records(run_dir)
+        whole = run and len(rows) >= count and rows[-1]["step"] == 3
+        if whole or time.monotonic() > until:
+            return rows, run
+        time.sleep(0.2)
+
+
+def written_records(run_dir: Path) -> tuple[list[dict[str, Any]], Any]:
     from wandb.proto.wandb_internal_pb2 import (  # pyright: ignore[reportMissingImports]
         Record,
     )
@@ -154,6 +169,7 @@ def test_no_secret_of_the_node_reaches_wandb(
         monitors={"wandb": {"offline": True}},
     )
     three_steps(made)
+    wandb_records(made.run_dir, count=4)
     found = bytes_below(tmp_path / "out")
     assert b"loss/mean" in found
     assert secret.encode() not in found
