@@ -136,6 +136,8 @@ class VerificationQueue:
                     await self._begin(await self._arrivals.get(), begun, tasks)
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
+        finally:
+            await self.verifier.close()
 
     async def _begin(
         self,

@@ -30,6 +30,7 @@ from ..environments.environment import (
 )
 from ..environments.leased_prompts import of_lease
 from ..errors import EngineError
+from ..tasks import end_tasks
 from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
 from .auditor import (
@@ -116,6 +117,15 @@ class Readings:
     """Notified when texts were read."""
 
 
+@dataclass(frozen=True)
+class _ReadingAnswer:
+    """Readings of the `asked` texts, without those that could not be read; or why none could be."""
+
+    asked: int
+    readings: Sequence[Reference] = ()
+    fault: str = ""
+
+
 class Verifier:
     """Verification of submissions against lease, environment and policy."""
 
@@ -176,6 +186,8 @@ class Verifier:
         measure the envelope, in a run that has one.
         """
         self._readings = readings
+        self._reading: asyncio.Task[_ReadingAnswer] | None = None
+        """The reading that renews the envelope; no verdict waits for it."""
         self._run_id = run_id
         self._run = run
         self._environments = environments
@@ -194,6 +206,10 @@ class Verifier:
                 )
         self._earlier: asyncio.Future[None] | None = None
         """Done when all submissions before were checked for copies."""
+
+    async def close(self) -> None:
+        """End what is still read."""
+        await end_tasks(self._reading)
 
     @property
     def fault(self) -> str:
@@ -513,12 +529,16 @@ class Verifier:
         measured: Sequence[Sequence[Measured | Unreadable]],
         work: PendingVerdict,
     ) -> None:
-        """Read a share of the audited rollouts in float32, before any is judged.
+        """Read a share of the audited rollouts in float32; before any is judged, until ENOUGH were read.
 
         Texts that would be rejected are not read: no seed decided them. The first bounds are waited for, as
-        long as texts are read that may make them.
+        long as texts are read that may make them. Later readings renew the bounds, which no verdict waits for:
+        their results come with the next submission that is audited.
         """
         calibration, reject = readings.calibration, work.conditions.contract.reject
+        if self._reading is not None and self._reading.done():
+            answer, self._reading = self._reading.result(), None
+            self._keep_readings(answer, calibration, work)
         sound: list[AuditTarget] = []
         for target, found in zip(call.chosen, measured, strict=True):
             numbers = [branch for branch in found if isinstance(branch, Measured)]
@@ -526,9 +546,12 @@ class Verifier:
             if whole and not first_above(evidence(target.rollout, numbers), reject):
                 sound.append(target)
         newest = max((max(claimed_versions(target.rollout)) for target in sound), default=0)
-        chosen = sound[: calibration.readings_due(len(sound), newest)]
-        if chosen:
-            await self._read_these(chosen, readings, call, work)
+        if self._reading is None and (due := calibration.readings_due(len(sound), newest)):
+            reading = self._measure_readings(sound[:due], readings, call)
+            if calibration.gathered(ENVELOPE) >= ENOUGH:
+                self._reading = asyncio.create_task(reading)
+            else:
+                self._keep_readings(await reading, calibration, work)
         async with readings.done:
             readings.done.notify_all()
             await readings.done.wait_for(
@@ -536,35 +559,40 @@ class Verifier:
             )
         work.conditions = calibration.newest(work.conditions)
 
-    async def _read_these(
-        self,
-        chosen: Sequence[AuditTarget],
-        readings: Readings,
-        call: AuditCall,
-        work: PendingVerdict,
-    ) -> None:
-        calibration, asked = readings.calibration, len(chosen)
+    async def _measure_readings(
+        self, chosen: Sequence[AuditTarget], readings: Readings, call: AuditCall
+    ) -> _ReadingAnswer:
         items = [item for target in chosen for item in target.items]
         try:
             answers = iter(await readings.envelope.measure(items, call.states))
+            found: list[Reference] = []
+            for target in chosen:
+                measured = [next(answers) for _ in target.items]
+                numbers = [branch for branch in measured if isinstance(branch, Measured)]
+                if len(numbers) == len(measured):
+                    seen = evidence(target.rollout, numbers)
+                    version = max(claimed_versions(target.rollout))
+                    found.append(Reference(self._run.trainer, version, seen))
+            if readings.calibration.gathered(ENVELOPE) + len(found) >= ENOUGH:
+                await readings.envelope.rest()
         except EngineError as error:
-            work.conditions = calibration.not_read(str(error), work.conditions, asked=asked)
+            return _ReadingAnswer(len(chosen), fault=str(error))
+        return _ReadingAnswer(len(chosen), found)
+
+    def _keep_readings(
+        self, answer: _ReadingAnswer, calibration: SelfCalibration, work: PendingVerdict
+    ) -> None:
+        """Add readings to the envelope, and to what is stored with this submission's verdict."""
+        if answer.fault:
+            work.conditions = calibration.not_read(
+                answer.fault, work.conditions, asked=answer.asked
+            )
             return
-        found: list[Reference] = []
-        for target in chosen:
-            measured = [next(answers) for _ in target.items]
-            numbers = [branch for branch in measured if isinstance(branch, Measured)]
-            if len(numbers) == len(measured):
-                seen, version = (
-                    evidence(target.rollout, numbers),
-                    max(claimed_versions(target.rollout)),
-                )
-                found.append(Reference(self._run.trainer, version, seen))
-        work.conditions, made = calibration.read(found, work.conditions, asked=asked)
-        work.audited.readings += found
+        work.conditions, made = calibration.read(
+            answer.readings, work.conditions, asked=answer.asked
+        )
+        work.audited.readings += answer.readings
         work.audited.envelope = made or work.audited.envelope
-        if calibration.gathered(ENVELOPE) >= ENOUGH:
-            await readings.envelope.rest()
 
     def _call(self, passed: Sequence[RescoredRollout], work: PendingVerdict) -> AuditCall:
         """Make the audit call for some of those that passed."""

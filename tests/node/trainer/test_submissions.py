@@ -64,6 +64,9 @@ class Auditor:
         self.refused: dict[int, Reason] = {}
         self.rates: dict[int, float] = {}
 
+    async def close(self) -> None:
+        pass
+
     async def verify(
         self,
         *_: object,

@@ -49,6 +49,7 @@ from primerl.node.verification.auditor import (
 )
 from primerl.node.verification.bounds import PROVISIONAL
 from primerl.node.verification.checks import CheckedRollout
+from primerl.node.verification.class_bounds import ENOUGH
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.envelope import NoiseEnvelope
 from primerl.node.verification.self_calibration import AuditConditions, SelfCalibration
@@ -607,6 +608,27 @@ async def test_the_first_submissions_are_judged_once_enough_of_them_was_read() -
         assert isinstance(bounds, ClassBounds)
         assert (bounds.numerics, bounds.rollouts) == (ENVELOPE, 16)
         assert verified.verdict.accepted == 8
+
+
+async def test_no_verdict_waits_for_the_readings_that_renew_the_envelope() -> None:
+    readings = SlowReadings()
+    checked, calibration = reading_verifier(NOISE, readings)
+    readings.first_may_go.set()
+    for number in range(ENOUGH // 8):
+        await verifying(checked, calibration, number)
+    assert calibration.gathered(ENVELOPE) == ENOUGH
+    asked = readings.asked
+    readings.asked, readings.first_may_go = 0, asyncio.Event()
+    for number in range(64, 128):  # eight of these 512 texts are due
+        verified = await verifying(checked, calibration, number)
+        assert verified.verdict.accepted == 8
+    assert (asked, readings.asked, calibration.gathered(ENVELOPE)) == (8, 1, ENOUGH)
+    readings.first_may_go.set()
+    await until(lambda: readings.rests > 0)
+    verified = await verifying(checked, calibration, 128)
+    assert len(verified.audited.readings) > 0, "they are stored with the next verdict"
+    assert calibration.gathered(ENVELOPE) > ENOUGH
+    await checked.close()
 
 
 async def test_a_text_that_comes_again_has_no_means_and_no_verdict_tells_them() -> None:
