@@ -48,7 +48,8 @@ def run(
     reason: Annotated[
         str,
         typer.Option(
-            "--reason", help="Only those not trained for this reason: bad_reward, stale, thin ..."
+            "--reason",
+            help="Only those not trained for this reason: bad_reward, stale, too_few ...",
         ),
     ] = "",
     reward_min: Annotated[float | None, typer.Option("--reward-min", help="Lowest reward.")] = None,

@@ -45,7 +45,7 @@ def show(
     label: Annotated[
         str | None,
         typer.Option(
-            "--label", help="A new ticket of this name, which its bearer sees; revoke takes it."
+            "--label", help="A new ticket with this name, shown to its holder and used by `revoke`."
         ),
     ] = None,
     data_dir: DataDir = None,

@@ -97,15 +97,15 @@ def read_envelope(sealed: bytes, what: str = "document") -> Envelope:
     return decode(sealed, Envelope)
 
 
-def check_age(what: str, made: int, now: int) -> None:
+def check_age(what: str, created: int, now: int) -> None:
     """Refuse a document that was made in our future; `now` in Unix seconds, 0 for do not ask.
 
     Raises RemoteProtocolError(WRONG_CLOCK).
     """
-    if now and made > now + CLOCK_SKEW_S:
+    if now and created > now + CLOCK_SKEW_S:
         raise RemoteProtocolError(
             Reason.WRONG_CLOCK,
-            f"the {what} was made {made - now} s in the future by our clock ({utc(now)}): "
+            f"the {what} was made {created - now} s in the future by our clock ({utc(now)}): "
             "check the clock of this machine",
         )
 

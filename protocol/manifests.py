@@ -246,12 +246,12 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 def encode(document: msgspec.Struct) -> bytes:
-    """The bytes of a document; its digest is taken over exactly these."""
+    """Encode a document; its digest is taken over exactly these bytes."""
     return msgspec.msgpack.encode(document)
 
 
 def run_id(manifest: bytes) -> bytes:
-    """The run id of an encoded RunManifest."""
+    """Compute the run id of an encoded RunManifest."""
     return digest(manifest)
 
 

@@ -66,8 +66,10 @@ class MeanBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def first_above(self, means: Sequence[float]) -> str:
         """Describe the first mean above its bound; "" if none is. `means`: Evidence.means, then fingerprint."""
         shift, trend, *apart, distance = means
-        found = (abs(shift), abs(trend), math.hypot(*apart), distance)
-        for name, value, bound in zip(self.__struct_fields__, found, astuple(self), strict=True):
+        distances = (abs(shift), abs(trend), math.hypot(*apart), distance)
+        for name, value, bound in zip(
+            self.__struct_fields__, distances, astuple(self), strict=True
+        ):
             if not value <= bound:
                 return f"{name} {value:.3g}, at most {bound:.3g} is allowed"
         return ""
@@ -105,7 +107,7 @@ class ClassBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.rollouts == 0
 
     def applied(self, contract: ProofContract) -> ProofContract:
-        """The run's contract with these bounds."""
+        """Return the run's contract with these bounds."""
         return msgspec.structs.replace(
             contract, reject=self.reject, suspect=self.suspect, other_scale=self.other_scale
         )

@@ -127,18 +127,18 @@ class Room:
 
     @staticmethod
     def of(test: "BanTest") -> "Room":
-        """All of it."""
+        """Return the room of all that a plan has."""
         return Room(DOUBTED_MOST * test.bar, VOUCHED_MOST * test.bar)
 
-    def take(self, one: Audited, nats: float) -> float:
+    def take(self, audit: Audited, nats: float) -> float:
         """Take `nats`, at most the room that is left."""
-        if one.vouches:
-            taken = min(nats, self.vouched)
-            self.vouched -= taken
+        if audit.vouches:
+            nats_taken = min(nats, self.vouched)
+            self.vouched -= nats_taken
         else:
-            taken = min(nats, self.doubted)
-            self.doubted -= taken
-        return taken
+            nats_taken = min(nats, self.doubted)
+            self.doubted -= nats_taken
+        return nats_taken
 
 
 CANARIES = 16
@@ -225,7 +225,7 @@ class BanTest:
 
 
 def ban_test(contract: ProofContract, expected_audits: float) -> BanTest:
-    """The bars that keep the chance of any false ban in the whole run below contract.false_bans.
+    """Compute the bars that keep the chance of any false ban in the whole run below contract.false_bans.
 
     A CUSUM passes h at its n-th step only if some sum of increments that starts at a step k <= n does. For
     increments with E[e^x | past] <= 1 each start does so with probability <= e^-h, for ever (Ville), so all
@@ -417,17 +417,17 @@ class Reputation:
 
     def observe(self, audits: Iterable[Audited], test: BanTest, room: Room | None = None) -> None:
         """Add audited rollouts, in order, to the sequential tests; may set `banned`. `room`: of their plan."""
-        for one in audits:
+        for audit in audits:
             self.audited += 1
-            self.clean_streak = 0 if one.outcome == "rejected" else self.clean_streak + 1
-            self._add(one, room)
-            step = other_step(one.other_policy, test.other_scale)
+            self.clean_streak = 0 if audit.outcome == "rejected" else self.clean_streak + 1
+            self._add(audit, room)
+            step = other_step(audit.other_policy, test.other_scale)
             self.other_nats = max(0.0, self.other_nats + step)
             if self.cheat_nats >= test.bar:
                 self.ban(self._sentence("rejected and suspect audits", self.cheat_nats, test))
             elif self.other_nats >= test.bar:
                 self.ban(self._sentence("another policy version", self.other_nats, test))
-            self._add_means(one.means, test)
+            self._add_means(audit.means, test)
         self.suspicion = max(self.cheat_nats, self.other_nats, self.mean_nats) / test.bar
 
     def _add_means(self, means: tuple[float, ...], test: BanTest) -> None:
@@ -457,9 +457,9 @@ class Reputation:
         if named and len(self.accusers) < 2:
             self.accusers = tuple(dict.fromkeys([*self.accusers, accuser.hex()]))
         before = self.cheat_nats, self.other_nats
-        for one in audits:
-            self._add(one, room)
-            step = other_step(one.other_policy, test.other_scale)
+        for audit in audits:
+            self._add(audit, room)
+            step = other_step(audit.other_policy, test.other_scale)
             self.other_nats = max(0.0, self.other_nats + step)
         if len(self.accusers) < 2:
             most = ALONE_MOST * test.bar
@@ -470,11 +470,11 @@ class Reputation:
             self.ban(self._sentence("faults as a stage of pipelines", worst, test))
         self.suspicion = max(self.cheat_nats, self.other_nats) / test.bar
 
-    def _add(self, one: Audited, room: Room | None) -> None:
+    def _add(self, audit: Audited, room: Room | None) -> None:
         """Add to the test of outcomes; evidence shared by several peers needs room."""
-        step = INCREMENT[one.outcome]
-        if step > 0 and one.share < 1 and room is not None:
-            step = room.take(one, step * one.share)
+        step = INCREMENT[audit.outcome]
+        if step > 0 and audit.share < 1 and room is not None:
+            step = room.take(audit, step * audit.share)
         self.cheat_nats = max(0.0, self.cheat_nats + step)
 
     @property
@@ -511,7 +511,7 @@ class Reputation:
         return (self.faults > 0 and self.clean_streak < FAULT_MEMORY) or self.suspicion >= 0.5
 
     def top_reason(self, environments: Iterable[str] | None = None) -> str:
-        """The commonest rejection, in all or in these environments, or an empty string."""
+        """Return the commonest rejection, in all or in these environments, or an empty string."""
         counts: Counter[Reason] = Counter()
         for name in self.environments if environments is None else environments:
             counts.update(self.of(name).rejected)
@@ -527,10 +527,11 @@ class Reputation:
     def restore(snapshot: ReputationSnapshot, environments: Sequence[str]) -> "Reputation":
         """Make the peer of a snapshot. `environments` are the names of those of the run that stored it."""
         fields: dict[str, Any] = {
-            one.name: getattr(snapshot, one.name) for one in dataclasses.fields(Reputation)
+            attribute.name: getattr(snapshot, attribute.name)
+            for attribute in dataclasses.fields(Reputation)
         }
         trusts = snapshot.trusts(environments).items()
-        fields["environments"] = {name: Trust.restore(one) for name, one in trusts}
+        fields["environments"] = {name: Trust.restore(trust) for name, trust in trusts}
         return Reputation(**fields)
 
     def _sentence(self, what: str, nats: float, test: BanTest) -> str:
@@ -545,7 +546,7 @@ class Reputation:
 
 
 def other_step(nats: float, other_scale: float) -> float:
-    """One increment of the test for another policy, by a rollout's other_policy; see BanTest."""
+    """Compute one increment of the test for another policy, by a rollout's other_policy; see BanTest."""
     if math.isnan(nats):
         return 0.0
     return max(-CLIP_NATS, min(CLIP_NATS, nats * other_scale)) - CLIP_COST

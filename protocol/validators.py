@@ -95,18 +95,18 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
         self,
         worker: bytes,
         rollouts: int,
-        drawn: Sequence[Comparison],
+        sampled: Sequence[Comparison],
         rechecked: Sequence[Comparison],
     ) -> None:
         """Count a report of `rollouts` on work of `worker`, which the trainer measured in part.
 
-        `drawn` were chosen by lot, `rechecked` because the validator did not call them clean; a rollout may be
-        in both.
+        `sampled` were chosen by lot, `rechecked` because the validator did not call them clean; a rollout may
+        be in both.
         """
         self.rollouts += rollouts
-        self.compared += len(drawn)
+        self.compared += len(sampled)
         self.rechecked += len(rechecked)
-        every = {id(pair): pair for pair in (*drawn, *rechecked)}.values()
+        every = {id(pair): pair for pair in (*sampled, *rechecked)}.values()
         self.overturned += sum(pair.theirs.outcome != pair.ours.outcome for pair in every)
         for pair in every:
             if pair.passes:
@@ -114,7 +114,7 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
                 self.slips += not pair.lie
             if pair.lie:
                 self.disqualify(pair.lie)
-        for pair in drawn:
+        for pair in sampled:
             missed = pair.theirs.outcome == "clean" != pair.ours.outcome
             self.missing = _doubt(self.missing, missed)
         alarms = sum(pair.accuses for pair in rechecked)

@@ -45,7 +45,7 @@ MAX_SUBMISSION = 256 * MIB
 MAX_LEASE = 256 * KIB
 """One sealed lease."""
 MAX_PROMPT_TOKENS = 60_000
-"""Of a lease that brings its prompts, all of them together."""
+"""All prompts of one lease together, if it brings its own."""
 MAX_ADDRESSES = 16
 MAX_NAME = 256
 """Characters of a tensor name, environment id, software version, refusal text."""

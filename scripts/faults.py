@@ -114,7 +114,7 @@ FAULTS = (
     Fault(
         "what a sequence computes again is found by others",
         "node/inference/vllm_scheduler.py",
-        "if request.num_preemptions and found[1] < had:",
+        "if request.num_preemptions and blocks[1] < had:",
         "if False:",
         ("test_a_request_that_lost_a_block_computes_all_anew_and_no_other_finds_it",),
     ),
@@ -200,14 +200,14 @@ FAULTS = (
     Fault(
         "a replayed state is not compared with the signed one",
         "node/app/replay.py",
-        "if made.digest == head.state:",
+        "if policy.digest == head.state:",
         "if True:",
         ("test_a_changed_rollout_is_found_at_its_step",),
     ),
     Fault(
         "advantages of a replayed step are not made of its rewards",
         "node/app/replay.py",
-        "if one.advantage != sample.advantage:",
+        "if rollout.advantage != sample.advantage:",
         "if False:",
         ("test_a_changed_rollout_is_found_at_its_step",),
     ),
@@ -217,7 +217,7 @@ FAULTS = (
         "node/ops/monitors.py",
         'public = config.model_dump(mode="json", include=PUBLIC)',
         'public = config.model_dump(mode="json", include=None)',
-        ("test_a_monitor_is_told_the_public_config_alone",),
+        ("test_a_monitor_gets_the_public_config_only",),
     ),
     Fault(
         "a monitor that hangs is waited for",
@@ -443,10 +443,10 @@ FAULTS = (
     Fault(
         "an engine hangs while its node stands still",
         "node/inference/hosted.py",
-        "silence = min((min(one.silent_s, one.missed_s) for one in children), default=0.0)",
-        "silence = min((one.silent_s for one in children), default=0.0)",
+        "silence = min((min(child.silent_s, child.missed_s) for child in children), default=0.0)",
+        "silence = min((child.silent_s for child in children), default=0.0)",
         (
-            "test_an_engine_that_gives_no_sign_of_life_is_said_to_hang_and_one_whose_node_stood_still_is_not",
+            "test_an_engine_that_gives_no_sign_of_life_is_reported_to_hang_and_one_whose_node_stood_still_is_not",
         ),
     ),
     Fault(
@@ -509,8 +509,8 @@ FAULTS = (
     Fault(
         "bound on the states kept for audits is dropped",
         "node/weights/state_history.py",
-        "self._held = {number: held[number] for number in sorted(held)[-self._keep :]}",
-        "self._held = {number: held[number] for number in sorted(held)}",
+        "self._held = {number: states[number] for number in sorted(states)[-self._keep :]}",
+        "self._held = {number: states[number] for number in sorted(states)}",
         ("test_only_the_newest_states_stay_in_memory",),
     ),
     Fault(
@@ -596,8 +596,8 @@ FAULTS = (
     Fault(
         "loss is normalised by the tokens of one rank",
         "node/training/packing.py",
-        "return sum(_drawn(one) for one in self._samples if not one.given)",
-        "return sum(_drawn(one) for row in self.dealt[0] for one in row if not one.given)",
+        "return sum(_drawn(sample) for sample in self._samples if not sample.given)",
+        "return sum(_drawn(sample) for row in self.dealt[0] for sample in row if not sample.given)",
         ("test_every_fitting_sample_is_in_exactly_one_row_whole",),
     ),
     Fault(
@@ -624,8 +624,8 @@ FAULTS = (
     Fault(
         "a key of config.json with which training differs is accepted",
         "node/training/parity.py",
-        "if found <= NATS:",
-        "if found <= 1e9:",
+        "if largest <= NATS:",
+        "if largest <= 1e9:",
         ("test_a_key_that_makes_training_differ_is_refused_by_name",),
     ),
     Fault(
@@ -653,9 +653,9 @@ FAULTS = (
     Fault(
         "draft is drawn with the noise of another position",
         "node/inference/vllm_sampling.py",
-        "drafting.positions.add_(drawn)",
+        "drafting.positions.add_(counts)",
         "pass",
-        ("test_a_drafter_with_the_models_own_logits_drafts_what_is_drawn",),
+        ("test_a_drafter_with_the_models_own_logits_drafts_the_sampled_tokens",),
     ),
     Fault(
         "log-probability ignores the temperature",
@@ -698,6 +698,193 @@ FAULTS = (
             "test_the_last_block_is_the_plans",
         ),
     ),
+    Fault(
+        "stage takes an older plan of its group again",
+        "node/pipeline/acceptor.py",
+        "if known is not None and plan.generation < known.plan.generation:",
+        "if False:",
+        ("test_an_older_generation_counts_no_more",),
+    ),
+    Fault(
+        "stage takes two plans of one generation",
+        "node/pipeline/acceptor.py",
+        "if known is not None and not news and known.payload != opened.payload:",
+        "if False:",
+        ("test_two_plans_of_one_generation_are_refused",),
+    ),
+    Fault(
+        "stage answers probes without a limit",
+        "node/pipeline/acceptor.py",
+        "if self._buckets.debt(peer, time.monotonic(), size) > 0:",
+        "if False:",
+        ("test_probes_are_answered_to_those_who_may_share_a_model_and_not_for_ever",),
+    ),
+    Fault(
+        "engine of a stage may change the fingerprints of earlier stages",
+        "node/pipeline/trails.py",
+        "if not trail.startswith(plain):",
+        "if False:",
+        ("test_an_engine_that_forges_what_others_said_breaks_its_own_stage",),
+    ),
+    Fault(
+        "stage 0 does not verify the signatures of a trail",
+        "node/pipeline/trails.py",
+        "if not verify(self._nodes[rank], signature, self._message(packet, rank, trail[:end])):",
+        "if False:",
+        ("test_no_byte_can_be_changed_by_a_later_stage",),
+    ),
+    Fault(
+        "stage computes on after a fault of its epoch",
+        "node/pipeline/stage_loop.py",
+        "elif frame.epoch != self._epoch or self._failed == self._epoch:",
+        "elif frame.epoch != self._epoch:",
+        ("test_after_a_fault_nothing_of_that_chain_is_computed_until_another_begins",),
+    ),
+    Fault(
+        "lane whose tokens are still under way is sent again",
+        "node/pipeline/micro_batches.py",
+        "if lane in in_flight:",
+        "if False:",
+        ("test_lanes_take_turns_and_no_lane_is_sent_twice_at_once",),
+    ),
+    Fault(
+        "trips of another number of micro-batches count",
+        "node/pipeline/micro_batches.py",
+        "if sent[1] == self._changes:",
+        "if True:",
+        ("test_trips_of_the_number_before_do_not_count",),
+    ),
+    # -- memory plan
+    Fault(
+        "a node may claim to be nearer than others measure",
+        "node/memory_plan/planner.py",
+        "return max((value for value in known if value is not None), default=UNKNOWN_MS)",
+        "return min((value for value in known if value is not None), default=UNKNOWN_MS)",
+        ("test_no_node_is_placed_nearer_to_others_than_they_measure",),
+    ),
+    Fault(
+        "the last stage's head is no work",
+        "node/memory_plan/planner.py",
+        "work[-1] += costs.last",
+        "pass",
+        ("test_layers_are_even_where_memory_allows_and_the_head_counts_as_work",),
+    ),
+    Fault(
+        "copies of keys and values count as room",
+        "node/memory_plan/stages.py",
+        "copies = max(1, -(-ranks // shape.kv_heads))",
+        "copies = 1",
+        ("test_copies_of_keys_and_values_are_no_room",),
+    ),
+    Fault(
+        "memory in use on a GPU is offered to a stage",
+        "node/memory_plan/stages.py",
+        "budget = min(int(share * device.nbytes), device.nbytes - device.taken - beyond - RESERVE)",
+        "budget = int(share * device.nbytes)",
+        ("test_a_gpu_offers_what_its_engine_leaves_for_weights_and_cache",),
+    ),
+    # -- launch
+    Fault(
+        "slices of MIG are joined",
+        "node/launch/placement.py",
+        "if len(names) > 1 and any(map(is_slice, names)):",
+        "if False:",
+        ("test_what_cannot_be_done_is_refused_with_what_to_say",),
+    ),
+    Fault(
+        "GPUs that were asked for lie idle",
+        "node/launch/placement.py",
+        "if idle and asked:",
+        "if False:",
+        ("test_what_cannot_be_done_is_refused_with_what_to_say",),
+    ),
+    Fault(
+        "a share of memory that was set is planned over",
+        "node/launch/placement.py",
+        'if config.engine.type != "vllm" or MEMORY_KEYS & set(config.engine.vllm):',
+        'if config.engine.type != "vllm":',
+        ("test_memory_is_divided_only_where_gpus_are_shared_and_nothing_was_said",),
+    ),
+    # -- evaluation
+    Fault(
+        "a rollout of exactly the reward of success is unsolved",
+        "node/evaluation/statistics.py",
+        "sum(not rollout.error and rollout.reward >= success for rollout in group)",
+        "sum(not rollout.error and rollout.reward > success for rollout in group)",
+        ("test_success_is_a_threshold_of_the_reward",),
+    ),
+    Fault(
+        "a failed rollout with a reward counts as solved",
+        "node/evaluation/statistics.py",
+        "sum(not rollout.error and rollout.reward >= success for rollout in group)",
+        "sum(rollout.reward >= success for rollout in group)",
+        ("test_a_failed_rollout_counts_as_unsolved_and_says_why",),
+    ),
+    Fault(
+        "a cell that does not count is kept",
+        "node/evaluation/eval_suite.py",
+        "if cell.counts:",
+        "if True:",
+        ("test_a_cell_that_failed_whole_or_was_sampled_otherwise_is_measured_again",),
+    ),
+    Fault(
+        "results of other samplings are taken from disk",
+        "node/evaluation/eval_suite.py",
+        'sampling=config.sampling.model_dump(mode="json"),',
+        "sampling={},",
+        ("test_a_cell_that_failed_whole_or_was_sampled_otherwise_is_measured_again",),
+    ),
+    # -- sft
+    Fault(
+        "SFT exports ruined weights",
+        "node/sft/loop.py",
+        "if not math.isfinite(loss):",
+        "if False:",
+        ("test_a_validation_loss_that_is_no_number_ends_a_run_and_exports_nothing",),
+    ),
+    Fault(
+        "a run goes on with other data",
+        "node/sft/loop.py",
+        "if state.identity != identity:",
+        "if False:",
+        ("test_other_data_are_not_resumed",),
+    ),
+    Fault(
+        "replies of weight 0 are trained",
+        "node/sft/rows.py",
+        'cast(Mapping[str, Any], message).get("weight") != 0 for message in cast(list[Any], value)',
+        "True for _ in cast(list[Any], value)",
+        ("test_a_weight_of_0_makes_a_reply_context",),
+    ),
+    # -- cli
+    Fault(
+        "any answer at the terminal allows an environment",
+        "cli/join.py",
+        'elif answer not in ("y", "yes"):',
+        "elif False:",
+        ("test_any_other_answer_and_no_terminal_refuse",),
+    ),
+    Fault(
+        "without a terminal a key is ended unasked",
+        "cli/identity.py",
+        "if not yes:",
+        "if False:",
+        ("test_a_retired_key_is_stated_once_and_no_node_starts_with_it_again",),
+    ),
+    Fault(
+        "a retirement that no trainer took counts as told",
+        "cli/identity.py",
+        "if not answers or any(answers.values()):",
+        "if False:",
+        ("test_a_retired_key_is_stated_once_and_no_node_starts_with_it_again",),
+    ),
+    Fault(
+        "a ticket that is used up is listed as valid",
+        "cli/ticket.py",
+        'return "used up" if row["uses"] and row["admitted"] == row["uses"] else "valid"',
+        'return "valid"',
+        ("test_a_list_says_of_each_ticket_whether_it_still_admits",),
+    ),
     # -- weights
     Fault(
         "digest of a tensor is not compared",
@@ -709,7 +896,7 @@ FAULTS = (
     Fault(
         "delta is applied to the wrong base",
         "node/weights/replica.py",
-        "if artifact.base_state != held.digest:",
+        "if artifact.base_state != current.digest:",
         "if False:",
         ("test_delta_on_another_base_is_refused",),
     ),
@@ -909,7 +1096,7 @@ FAULTS = (
     Fault(
         "a source that gave nothing ends the lines at those that did",
         "node/p2p/download_state.py",
-        "rivals = [one for one in others if self._has_delivered(one.source) or not proven]",
+        "rivals = [other for other in others if self._has_delivered(other.source) or not proven]",
         "rivals = others",
         ("test_a_source_that_gave_nothing_yet_keeps_no_chunk_from_one_that_did",),
     ),
@@ -1014,7 +1201,7 @@ FAULTS = (
     Fault(
         "uploads that broke off make no room",
         "node/p2p/uploads.py",
-        "broken = [(one.touched, name) for name, one in kept if one.stream is None]",
+        "broken = [(upload.touched, name) for name, upload in partials if upload.stream is None]",
         "broken = []",
         ("test_uploads_that_broke_off_keep_no_peer_from_sending_others",),
     ),
@@ -1209,8 +1396,8 @@ FAULTS = (
     Fault(
         "the embedded engine serves temperatures that vLLM does not",
         "node/api/completions.py",
-        "return max(asked, LOWEST_TEMPERATURE) if asked else 0.0",
-        "return asked",
+        "return max(temperature, LOWEST_TEMPERATURE) if temperature else 0.0",
+        "return temperature",
         ("test_a_temperature_next_to_zero_is_drawn_as_vllm_draws_it",),
     ),
     Fault(
@@ -1381,7 +1568,7 @@ FAULTS = (
         "node/environments/judge_model.py",
         "while self._answered < since:",
         "while False:",
-        ("test_a_judge_that_does_not_answer_is_waited_for_and_said",),
+        ("test_a_judge_that_does_not_answer_is_waited_for_and_named",),
     ),
     Fault(
         "judge gives a reply that was rejected",
@@ -1477,7 +1664,7 @@ FAULTS = (
     Fault(
         "a toolset that cannot be checked is played like any other",
         "node/environments/tools.py",
-        "if deterministic and not getattr(one, DETERMINISTIC, True):",
+        "if deterministic and not getattr(toolset, DETERMINISTIC, True):",
         "if False:",
         ("test_tools_that_cannot_be_called_or_checked_are_refused_at_the_start",),
     ),
@@ -1603,12 +1790,12 @@ FAULTS = (
         "node/storage/ledger.py",
         "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
-        ("test_a_second_node_is_told_to_go_away_and_a_reader_is_not",),
+        ("test_a_second_node_is_refused_and_a_reader_is_not",),
     ),
     Fault(
         "ledger is opened without SQLite's check",
         "node/storage/ledger.py",
-        'if found != "ok":',
+        'if result != "ok":',
         "if False:",
         ("test_a_ledger_whose_rows_and_indices_differ_is_refused_with_what_to_do",),
     ),
@@ -1617,7 +1804,7 @@ FAULTS = (
         "node/storage/ledger.py",
         "if name is None or digest_of(data) == bytes(name):",
         "if True:",
-        ("test_a_row_with_a_changed_bit_is_said_once_and_the_others_are_read",),
+        ("test_a_row_with_a_changed_bit_is_reported_once_and_the_others_are_read",),
     ),
     Fault(
         "text that is no UTF-8 is no damage",
@@ -1694,7 +1881,7 @@ FAULTS = (
         "node/app/startup.py",
         "if max(lengths) + reply > longest and reply < longest - 1:",
         "if False:",
-        ("test_replies_that_end_before_their_limit_are_told_before_the_first_step",),
+        ("test_replies_that_end_before_their_limit_are_reported_before_the_first_step",),
     ),
     Fault(
         "a warm-up of nothing goes on",

@@ -24,6 +24,8 @@ NEEDS_VLLM = pytest.mark.skipif(
 PARTS = {
     *(
         "calibrate_cheats",
+        "cheat_book",
+        "cheat_world",
         "cheats_measure",
         "children",
         "kernels",
@@ -32,7 +34,7 @@ PARTS = {
         "trained_model",
     ),
     *("engine_alone", "pipeline_stage", "swarm_node", "swarm_shardcast_node", "worker_nodes"),
-    *("swarm_links", "wan"),
+    *("swarm_links", "trained_model", "wan"),
 }
 """What benchmarks share, and the processes that they start."""
 NAMES = sorted({path.stem for path in BENCH.glob("*.py")} - {"run_taskset"})

@@ -117,7 +117,7 @@ def removals(tree: ast.AST) -> Iterator[str]:
 
 
 @cache
-def found() -> dict[tuple[str, str], int]:
+def count_removals() -> dict[tuple[str, str], int]:
     counted: Counter[tuple[str, str]] = Counter()
     for path in walk(".py"):
         name = path.relative_to(ROOT).as_posix()
@@ -127,11 +127,11 @@ def found() -> dict[tuple[str, str], int]:
 
 
 def test_every_place_that_removes_or_replaces_files_is_listed_with_its_reason() -> None:
-    assert found() == {place: count for place, (count, _) in KNOWN.items()}
+    assert count_removals() == {place: count for place, (count, _) in KNOWN.items()}
 
 
 def test_one_file_alone_removes_trees() -> None:
-    assert {file for file, call in found() if call in TREES} == {"node/removal.py"}
+    assert {file for file, call in count_removals() if call in TREES} == {"node/removal.py"}
 
 
 def test_the_ways_to_remove_a_tree_are_all_seen() -> None:

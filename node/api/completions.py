@@ -105,7 +105,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     def plain(self) -> dict[str, str]:
         """Convert the message for chat templates."""
         content = self.content
-        text = content if isinstance(content, str) else "\n".join(one.text for one in content)
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
 
 
@@ -183,7 +183,7 @@ class EngineRoutes:
         request = await asyncio.to_thread(self._read, path, body)
         if not request.body.stream:
             await self._generate_all(request, None)
-            parts = [self._choice(request, one, 0, one.text) for one in request.choices]
+            parts = [self._choice(request, choice, 0, choice.text) for choice in request.choices]
             reply = self._head(request, "") | {"choices": parts, "usage": self._usage(request)}
             versions = _versions(request.choices)
             reply["policy_version"] = versions
@@ -197,9 +197,9 @@ class EngineRoutes:
             {VERSION_HEADER: str(self._engine.policy_version), ID_HEADER: request.id}
         )
         if path == CHAT:
-            for one in request.choices:
+            for choice in request.choices:
                 delta = {"role": "assistant", "content": ""}
-                part = {"index": one.index, "delta": delta, "finish_reason": None}
+                part = {"index": choice.index, "delta": delta, "finish_reason": None}
                 await stream.send(self._head(request, ".chunk") | {"choices": [part]})
         await self._generate_all(request, stream)
         options = request.body.stream_options
@@ -253,7 +253,7 @@ class EngineRoutes:
             raise _bad("stop", f"give up to {most_stops} non-empty strings")
         own = () if given.ignore_eos else self._chat.stop_token_ids
         ends = tuple(dict.fromkeys((*own, *(given.stop_token_ids or ()))))
-        if any(one >= self._served.vocab_size for one in ends):
+        if any(token >= self._served.vocab_size for token in ends):
             raise _bad("stop_token_ids", f"token ids are 0 to {self._served.vocab_size - 1}")
         seed = secrets.randbits(63) if given.seed is None else given.seed
         choices: list[Choice] = []
@@ -261,10 +261,10 @@ class EngineRoutes:
             room = self._served.max_model_len - len(prompt)
             group = secrets.token_bytes(8) if (given.n or 1) > 1 else b""
             for number in range(given.n or 1):  # seeds as in vLLM
-                one = Choice(
+                choice = Choice(
                     len(choices), prompt, min(room, most or room), (seed + number) % SEEDS, group
                 )
-                choices.append(one)
+                choices.append(choice)
         request_id = request_id or f"{KINDS[path][1]}-{secrets.token_hex(12)}"
         return CompletionRequest(path, request_id, given, tuple(stops), ends, choices)
 
@@ -274,7 +274,9 @@ class EngineRoutes:
             has = ", ".join(sorted(self._chat.options)) or "nothing"
             raise _bad("chat_template_kwargs", f"the chat template uses {has}, not {name[:100]}")
         try:
-            text = self._chat.render([one.plain() for one in body.messages], options=options)
+            text = self._chat.render(
+                [message.plain() for message in body.messages], options=options
+            )
         except EnvironmentFailed as error:
             raise _bad("messages", str(error)) from error
         return tuple(self._chat.encode(text))
@@ -283,11 +285,14 @@ class EngineRoutes:
         """Convert a string, token ids, or a list of either to token ids. Raises ApiError."""
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
-        kinds = {type(one) for one in prompt}
+        kinds = {type(element) for element in prompt}
         if kinds not in ({str}, {list}):
             raise _bad("prompt", "give a string, token ids, or a list of either")
-        prompts = [tuple(self._chat.encode(one) if isinstance(one, str) else one) for one in prompt]
-        if any(type(token) is not int for one in prompts for token in one):
+        prompts = [
+            tuple(self._chat.encode(element) if isinstance(element, str) else element)
+            for element in prompt
+        ]
+        if any(type(token) is not int for ids in prompts for token in ids):
             raise _bad("prompt", "do not mix token ids and text: give a list of either")
         return prompts
 
@@ -312,13 +317,13 @@ class EngineRoutes:
         """Generate all choices concurrently; if one fails, cancel the others. Raises EngineError."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for one in request.choices:
-                    tasks.create_task(self._generate(request, one, stream))
+                for choice in request.choices:
+                    tasks.create_task(self._generate(request, choice, stream))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
-        self._finished.update(one.finish for one in request.choices)
+        self._finished.update(choice.finish for choice in request.choices)
         self._prompt += self._usage(request)["prompt_tokens"]
-        self._generated += sum(len(one.token_ids) for one in request.choices)
+        self._generated += sum(len(choice.token_ids) for choice in request.choices)
 
     async def _generate(
         self, request: CompletionRequest, choice: Choice, stream: EventStream | None
@@ -347,7 +352,7 @@ class EngineRoutes:
     async def _extend(self, request: CompletionRequest, choice: Choice, tokens: int) -> None:
         """Generate up to `tokens` more tokens of a choice. Raises EngineError."""
         given = request.body
-        drawn = await self._engine.generate(
+        completion = await self._engine.generate(
             GenerateRequest(
                 prompt=(*choice.prompt, *choice.token_ids),
                 max_tokens=tokens,
@@ -360,16 +365,16 @@ class EngineRoutes:
             )
         )
         before = len(choice.token_ids)
-        choice.token_ids += drawn.token_ids
-        choice.logprobs += drawn.logprobs
-        for start, version in drawn.spans or ((0, drawn.policy_first),):
+        choice.token_ids += completion.token_ids
+        choice.logprobs += completion.logprobs
+        for start, version in completion.spans or ((0, completion.policy_first),):
             if not choice.spans or choice.spans[-1][1] != version:
                 choice.spans.append((before + start, version))
-        if drawn.finish == "stop":
+        if completion.finish == "stop":
             last = choice.token_ids[-1]
             choice.finish = "stop"
             choice.stop_reason = None if last in self._chat.stop_token_ids else last
-        elif len(drawn.token_ids) < tokens or len(choice.token_ids) >= choice.most:
+        elif len(completion.token_ids) < tokens or len(choice.token_ids) >= choice.most:
             choice.finish = "length"
         choice.text = self._decode(request, choice, len(choice.token_ids))
         if find_stop(choice.text, request.stops) is not None:
@@ -379,13 +384,13 @@ class EngineRoutes:
         """End a choice at the first stop string, which a token at index `before` or later completes."""
         for tokens in range(before + 1, len(choice.token_ids) + 1):
             text = self._decode(request, choice, tokens)
-            if (found := find_stop(text, request.stops)) is not None:
-                place, stop = found
+            if (match := find_stop(text, request.stops)) is not None:
+                place, stop = match
                 del choice.token_ids[tokens:], choice.logprobs[tokens:]
                 choice.spans = [span for span in choice.spans if span[0] < tokens]
                 choice.finish, choice.stop_reason = "stop", stop
-                kept = request.body.include_stop_str_in_output
-                choice.text = text[: place + len(stop)] if kept else text[:place]
+                included = request.body.include_stop_str_in_output
+                choice.text = text[: place + len(stop)] if included else text[:place]
                 return
 
     def _decode(self, request: CompletionRequest, choice: Choice, tokens: int) -> str:
@@ -395,13 +400,13 @@ class EngineRoutes:
         if ended and not given.include_stop_str_in_output:
             tokens -= 1
         special = given.skip_special_tokens is False
-        drawn = choice.token_ids[:tokens]
-        text = self._chat.shown(drawn, special=special)
+        shown = choice.token_ids[:tokens]
+        text = self._chat.shown(shown, special=special)
         if request.path == CHAT:
             return text
         after = choice.prompt[-CONTEXT:]
         before = self._chat.shown(after, special=special)
-        both = self._chat.shown([*after, *drawn], special=special)
+        both = self._chat.shown([*after, *shown], special=special)
         return both[len(before) :] if before and both.startswith(before) else text
 
     def _unsent_text(self, request: CompletionRequest, choice: Choice) -> str:
@@ -433,36 +438,36 @@ class EngineRoutes:
         chunk: bool = False,
     ) -> dict[str, Any]:
         """Format a choice of a reply, or of a chunk with the tokens from `first` on."""
-        made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish or None}
+        entry: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish or None}
         if choice.finish:
-            made |= {"stop_reason": choice.stop_reason, "policy_version": _versions([choice])}
+            entry |= {"stop_reason": choice.stop_reason, "policy_version": _versions([choice])}
         tokens, logprobs = choice.token_ids[first:], choice.logprobs[first:]
-        made["logprobs"] = None
+        entry["logprobs"] = None
         if request.path == CHAT and chunk:
-            made["delta"] = {"content": text} if text or not choice.finish else {}
+            entry["delta"] = {"content": text} if text or not choice.finish else {}
         elif request.path == CHAT:
-            made["message"] = {"role": "assistant", "content": text, "refusal": None}
+            entry["message"] = {"role": "assistant", "content": text, "refusal": None}
         elif request.path == TEXT:
-            made["text"] = text
+            entry["text"] = text
         elif choice.finish:
-            made["weight_versions"] = _spans(choice)
+            entry["weight_versions"] = _spans(choice)
         wanted = request.body.logprobs
         if wanted is not None and wanted is not False:
-            made["logprobs"] = self._logprobs(request.path, tokens, logprobs)
+            entry["logprobs"] = self._logprobs(request.path, tokens, logprobs)
         if request.body.return_token_ids or request.path == TOKENS:
-            made["token_ids"] = tokens
+            entry["token_ids"] = tokens
         if request.body.return_token_ids and first == 0 and request.path == TEXT:
-            made["prompt_token_ids"] = list(choice.prompt)
-        return made
+            entry["prompt_token_ids"] = list(choice.prompt)
+        return entry
 
     def _logprobs(self, path: str, tokens: list[int], logprobs: list[float]) -> dict[str, Any]:
-        as_ids = [f"token_id:{one}" for one in tokens]  # the form that `renderers` expects
+        as_ids = [f"token_id:{token}" for token in tokens]  # the form that `renderers` expects
         names = as_ids if path == TOKENS else [self._chat.shown([t], special=True) for t in tokens]
         if path == TEXT:
             return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None}
         spelled = [
-            one.encode() if path == TOKENS else self._chat.spelled(token)
-            for one, token in zip(names, tokens, strict=True)
+            name.encode() if path == TOKENS else self._chat.spelled(token)
+            for name, token in zip(names, tokens, strict=True)
         ]
         rows = zip(names, logprobs, spelled, strict=True)
         content = [
@@ -474,23 +479,29 @@ class EngineRoutes:
     def _usage(self, request: CompletionRequest) -> dict[str, int]:
         """Count prompt and completion tokens; a prompt counts once, however many choices it has."""
         choices, n = request.choices, request.body.n or 1
-        prompt = sum(len(one.prompt) for one in choices[::n])
-        made = sum(len(one.token_ids) for one in choices)
-        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+        prompt = sum(len(choice.prompt) for choice in choices[::n])
+        completion = sum(len(choice.token_ids) for choice in choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
 
 def convert(body: Body, kind: type[B]) -> B:
     """Convert a body. Raises ApiError for fields that are unknown or out of range."""
     known: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
-    kept = {n: value for n, value in body.items() if n in known or not _is_neutral(n, value)}
-    if isinstance(messages := kept.get("messages"), list):
+    fields = {n: value for n, value in body.items() if n in known or not _is_neutral(n, value)}
+    if isinstance(messages := fields.get("messages"), list):
         # clients send replies back unchanged, with absent fields as null
-        kept["messages"] = [
-            {k: v for k, v in one.items() if v not in (None, [])} if isinstance(one, dict) else one
-            for one in messages
+        fields["messages"] = [
+            {k: v for k, v in message.items() if v not in (None, [])}
+            if isinstance(message, dict)
+            else message
+            for message in messages
         ]
     try:
-        return msgspec.convert(kept, kind)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         message = str(error)
         if "unknown field" in message:
@@ -501,11 +512,11 @@ def convert(body: Body, kind: type[B]) -> B:
         raise ApiError(400, message, param=param) from error
 
 
-def served_temperature(asked: float | None) -> float:
+def served_temperature(temperature: float | None) -> float:
     """Return the temperature at which a served request is drawn, the same with either engine."""
-    if asked is None:
+    if temperature is None:
         return 1.0
-    return max(asked, LOWEST_TEMPERATURE) if asked else 0.0
+    return max(temperature, LOWEST_TEMPERATURE) if temperature else 0.0
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -521,8 +532,8 @@ def _bad(param: str, message: str) -> ApiError:
 
 def _versions(choices: Sequence[Choice]) -> dict[str, int]:
     """Return the first and last policy version of any token of these choices."""
-    found = [version for one in choices for _, version in one.spans]
-    return {"first": min(found, default=-1), "last": max(found, default=-1)}
+    versions = [version for choice in choices for _, version in choice.spans]
+    return {"first": min(versions, default=-1), "last": max(versions, default=-1)}
 
 
 def _spans(choice: Choice) -> list[dict[str, Any]]:
@@ -537,10 +548,10 @@ def _spans(choice: Choice) -> list[dict[str, Any]]:
 def may_begin(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest suffix of `text` that begins one of `stops`."""
     lengths = {n for stop in stops for n in range(1, min(len(stop), len(text) + 1))}
-    return max((n for n in lengths if any(one.startswith(text[-n:]) for one in stops)), default=0)
+    return max((n for n in lengths if any(stop.startswith(text[-n:]) for stop in stops)), default=0)
 
 
 def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     """Find the first stop string in `text`, the longest if several begin there: (index, stop)."""
     places = [(text.find(stop), stop) for stop in stops if stop in text]
-    return min(places, key=lambda one: (one[0], -len(one[1]))) if places else None
+    return min(places, key=lambda place: (place[0], -len(place[1]))) if places else None

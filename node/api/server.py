@@ -150,7 +150,11 @@ class HttpServer:
         """If several of `routes` have the same path, the first one handles it."""
         self.served = served
         self._engine = engine
-        self._routes = {path: one for one in reversed(routes) for path in one.paths}
+        self._routes = {
+            path: served_routes
+            for served_routes in reversed(routes)
+            for path in served_routes.paths
+        }
         self._all = routes
         self._key = read_key(served.api).encode()
         self._begun = int(time.time())
@@ -345,11 +349,11 @@ def metric_family(model: str, name: str, kind: str, values: float | Mapping[str,
     """Format a metric for Prometheus; `values` is a number, or a mapping from further labels."""
     escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     rows = values if isinstance(values, Mapping) else {"": values}
-    made = (
+    lines = (
         f'{name}{{model_name="{escaped}"{labels and "," + labels}}} {value}\n'
         for labels, value in rows.items()
     )
-    return f"# TYPE {name} {kind}\n" + "".join(made)
+    return f"# TYPE {name} {kind}\n" + "".join(lines)
 
 
 def count_choices(body: Body, most: int) -> int:

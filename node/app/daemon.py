@@ -45,7 +45,7 @@ PASSPHRASE = "PRIMERL_PASSPHRASE"
 
 
 def load_key(data_dir: Path) -> SecretKey:
-    """The node's key, made at the first start. Raises KeyFileError; UsageError if it was retired."""
+    """Load the node's key, or make it at the first start. Raises KeyFileError; UsageError if it was retired."""
     if (retired := data_dir / RETIRED_FILE).exists():
         raise UsageError(
             f"the key of {data_dir} was retired ({retired}), trainers do not answer it: choose another "
@@ -91,8 +91,8 @@ async def join(config: JoinConfig) -> str:
     name = "validator" if config.role == "validator" else "worker"
     configure(config.log, data_dir / "logs" / f"{name}.jsonl")
     share_python()
-    made = ValidatorNode if config.role == "validator" else WorkerNode
-    node = made(config, load_key(data_dir), data_dir)
+    kind = ValidatorNode if config.role == "validator" else WorkerNode
+    node = kind(config, load_key(data_dir), data_dir)
     await node.run()
     return node.farewell
 

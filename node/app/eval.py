@@ -54,7 +54,7 @@ def make_text_environment(
     sandbox: Sandbox | None = None,
     judges: Judges | None = None,
 ) -> Environment:
-    """An environment for models that take and give text, not started."""
+    """Make an environment for models that take and give text, not started."""
     return HostedEnvironment(
         config,
         model_dir=None,
@@ -100,7 +100,7 @@ async def evaluate(
     `environ` holds the keys of endpoints. Raises NodeError; finished cells are kept.
     """
     variables = os.environ if environ is None else environ
-    keys = [read_key(one, variables) for one in config.endpoints]
+    keys = [read_key(endpoint, variables) for endpoint in config.endpoints]
     config = completed(config)
     local = await asyncio.to_thread(candidates, config)
     with held(config.directory):
@@ -131,15 +131,17 @@ def completed(config: EvalConfig) -> EvalConfig:
     run = run_config(config.weights_dir) if config.weights_dir else {}
     environments = config.environments
     if not environments:
-        told = _trained_on(run)
-        if not told:
+        trained_on = _trained_on(run)
+        if not trained_on:
             raise UsageError(
                 f"{config.weights_dir} is of no run that names an environment: add [[environments]]"
             )
         fields = ("name", *EnvironmentConfig.model_fields)
         environments = [
-            EvaluatedEnvironment.model_validate({name: one[name] for name in fields if name in one})
-            for one in told
+            EvaluatedEnvironment.model_validate(
+                {name: options[name] for name in fields if name in options}
+            )
+            for options in trained_on
         ]
     sampled = run.get("sampling") or {}
     length = config.sampling.max_tokens or sampled.get("max_tokens") or MAX_TOKENS
@@ -165,24 +167,26 @@ class _Evaluation:
     async def local(self, huggingface: Sequence[Candidate]) -> None:
         """Measure local models: those that differ in weights alone share an engine."""
         groups: dict[str, list[Candidate]] = {}
-        for one in huggingface:
-            groups.setdefault(await asyncio.to_thread(contract, one), []).append(one)
+        for candidate in huggingface:
+            groups.setdefault(await asyncio.to_thread(contract, candidate), []).append(candidate)
         for group in groups.values():
             async with AsyncExitStack() as open_things:
                 loader = _Loader(self._config, self._factories, group[0].model_dir, open_things)
                 environments = _Started(self._environment(group[0].model_dir), open_things)
-                for one in group:
-                    await self._suite.measure(await self._model(one, loader, environments))
+                for candidate in group:
+                    await self._suite.measure(await self._model(candidate, loader, environments))
 
     async def _model(
-        self, one: Candidate, loader: "_Loader", environments: "_Started"
+        self, candidate: Candidate, loader: "_Loader", environments: "_Started"
     ) -> EvalModel:
         engine = self._config.engine
-        date = await asyncio.to_thread(dated, {}, one.model_dir, begun_on(self._config.directory))
+        date = await asyncio.to_thread(
+            dated, {}, candidate.model_dir, begun_on(self._config.directory)
+        )
         return EvalModel(
-            name=one.name,
+            name=candidate.name,
             kind="local",
-            identity=await asyncio.to_thread(identity, one),
+            identity=await asyncio.to_thread(identity, candidate),
             how={
                 **engine.model_dump(
                     mode="json", include={"type", "dtype", "max_model_len", "vllm"}
@@ -190,9 +194,9 @@ class _Evaluation:
                 **date,
             },
             at_once=BATCHES * engine.max_batch * engine.dp,
-            policy=lambda: loader.policy(one),
+            policy=lambda: loader.policy(candidate),
             environment=environments.get,
-            step=one.step,
+            step=candidate.step,
         )
 
     def _environment(self, model_dir: Path) -> Callable[[EvaluatedEnvironment], Environment]:
@@ -200,9 +204,9 @@ class _Evaluation:
         limits = (self._config.seed, sampling.max_tokens, sampling.temperature)
         begun = begun_on(self._config.directory)
 
-        def make_dated(one: EvaluatedEnvironment) -> Environment:
-            variables = dated(one.chat_template_kwargs, model_dir, begun)
-            own = one.model_copy(update={"chat_template_kwargs": variables})
+        def make_dated(evaluated: EvaluatedEnvironment) -> Environment:
+            variables = dated(evaluated.chat_template_kwargs, model_dir, begun)
+            own = evaluated.model_copy(update={"chat_template_kwargs": variables})
             return make(own, model_dir, *limits)
 
         return make_dated
@@ -211,8 +215,8 @@ class _Evaluation:
         """Measure a model behind an API."""
         config, make = self._config, self._factories.text_environment
         sampling = config.sampling
-        asked = {"url", "model", "max_tokens_field", "send_seed", "options"}
-        how = endpoint.model_dump(mode="json", include=asked)
+        fields = {"url", "model", "max_tokens_field", "send_seed", "options"}
+        how = endpoint.model_dump(mode="json", include=fields)
         async with AsyncExitStack() as open_things:
             opened = await open_things.enter_async_context(
                 open_endpoint(endpoint, sampling, sampling.max_tokens, key)
@@ -222,7 +226,7 @@ class _Evaluation:
                 return opened
 
             environments = _Started(
-                lambda one: make(one, config.seed, sampling.temperature), open_things
+                lambda evaluated: make(evaluated, config.seed, sampling.temperature), open_things
             )
             model = EvalModel(
                 name=endpoint.name or endpoint.model,

@@ -42,7 +42,7 @@ MakeTransport = Callable[[NetworkConfig, SecretKey, int], Awaitable[Transport]]
 
 
 async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
-    """A started iroh endpoint. Raises AddressInUse."""
+    """Start an iroh endpoint. Raises AddressInUse."""
     from ..p2p.iroh import IrohTransport
 
     transport = IrohTransport(
@@ -59,7 +59,7 @@ async def start_iroh(network: NetworkConfig, key: SecretKey, port: int) -> Trans
 async def start_libp2p(
     network: NetworkConfig, key: SecretKey, run_id: bytes, bootstrap: Sequence[str]
 ) -> Discovery | None:
-    """A started libp2p discovery, or None where it is off or not installed. Raises AddressInUse."""
+    """Start libp2p discovery; None where it is off or not installed. Raises AddressInUse."""
     if not network.libp2p:
         return None
     from ..p2p.libp2p import INSTALL, Libp2pDiscovery, is_installed
@@ -88,8 +88,10 @@ def make_environment(
     sandbox: Sandbox | None = None,
     judges: Judges | None = None,
 ) -> Environment:
-    """The environment of a run, not started; by default its process has the default limits, and one that has a
-    judge is played and not scored."""
+    """Make the environment of a run, not started.
+
+    By default its process has the default limits, and one that has a judge is played and not scored.
+    """
     if config.id == LEASED_PROMPTS:
         return LeasedPrompts()
     return HostedEnvironment(
@@ -106,7 +108,7 @@ def make_environment(
 def make_backend(
     config: RunConfig | SftConfig, gpus: Callable[[], Sequence[str]] = usable
 ) -> TrainBackend:
-    """The trainer backend of a run, not started; `gpus` names those that may be used. Raises UsageError."""
+    """Make the trainer backend of a run, not started; `gpus` names those that it may use. Raises UsageError."""
     temperature, own = 1.0, dict[str, SampleTerms]()
     if isinstance(config, RunConfig):
         temperature, own = config.sampling.temperature, sample_terms(config)
@@ -127,14 +129,15 @@ def make_backend(
 def sample_terms(config: RunConfig) -> dict[str, SampleTerms]:
     """Map the environments that differ from the run in temperature or loss to their own, by name."""
     training = config.training_on()
-    found = {
-        one.name: SampleTerms(
-            config.sampling_of(one).temperature, training[one.name].loss.model_dump_json()
+    terms_of = {
+        environment.name: SampleTerms(
+            config.sampling_of(environment).temperature,
+            training[environment.name].loss.model_dump_json(),
         )
-        for one in config.mixture
+        for environment in config.mixture
     }
     runs = SampleTerms(config.sampling.temperature, config.training.loss.model_dump_json())
-    return {name: terms for name, terms in found.items() if terms != runs}
+    return {name: terms for name, terms in terms_of.items() if terms != runs}
 
 
 def make_evaluation_engine(config: EngineConfig) -> Engine:
@@ -143,7 +146,7 @@ def make_evaluation_engine(config: EngineConfig) -> Engine:
 
 
 def auditing(config: RunConfig) -> EngineConfig:
-    """The config of an engine of the type that audits here."""
+    """Return the config of an engine of the type that audits here."""
     from ..inference.vllm_arguments import is_installed
 
     missing = config.may_replace_auditor and not is_installed()
@@ -200,16 +203,16 @@ class Factories:
     ledger: MakeLedger = Ledger
 
     def mixture(self, config: RunConfig, model_dir: Path) -> list[Environment]:
-        """The environments that a run trains on, in its order, not started."""
+        """Make the environments that a run trains on, in its order, not started."""
         return [
             self.environment(
-                one.options(),
+                environment.options(),
                 model_dir,
                 config.seed,
-                one.sampling.max_tokens,
-                config.sampling_of(one).temperature,
+                environment.sampling.max_tokens,
+                config.sampling_of(environment).temperature,
             )
-            for one in config.mixture
+            for environment in config.mixture
         ]
 
 
@@ -229,10 +232,12 @@ def sandboxed(config: RunConfig | JoinConfig, *, judged: bool = False) -> Factor
 
 
 def own_sandbox(config: RunConfig | JoinConfig) -> Sandbox:
-    """The sandbox of a node's environments, which never shows its own directories. Raises UsageError."""
-    found = choose(config.sandbox, _own_directories(config))
-    logger.log(logging.WARNING if found.missing else logging.INFO, "environments run in %s", found)
-    return found
+    """Choose the sandbox of a node's environments, which never shows its own directories. Raises UsageError."""
+    sandbox = choose(config.sandbox, _own_directories(config))
+    logger.log(
+        logging.WARNING if sandbox.missing else logging.INFO, "environments run in %s", sandbox
+    )
+    return sandbox
 
 
 def _own_directories(config: RunConfig | JoinConfig) -> list[Path]:
@@ -249,13 +254,15 @@ async def try_environments(config: RunConfig) -> None:
     sampling = config.sampling
 
     evaluated = config.evaluation.environments if config.evaluation.is_online else []
-    tried: list[tuple[str, EnvironmentConfig]] = [(repr(one.name), one) for one in config.mixture]
-    tried += [(f"{one.title!r} of [evaluation]", one) for one in evaluated]
-    for name, one in tried:
-        if one.id == LEASED_PROMPTS:
+    tried: list[tuple[str, EnvironmentConfig]] = [
+        (repr(environment.name), environment) for environment in config.mixture
+    ]
+    tried += [(f"{environment.title!r} of [evaluation]", environment) for environment in evaluated]
+    for name, options in tried:
+        if options.id == LEASED_PROMPTS:
             continue
         environment = HostedEnvironment(
-            one,
+            options,
             model_dir=None,
             seed=config.seed,
             max_tokens=sampling.max_tokens,

@@ -84,7 +84,7 @@ def bounded(config: ServeConfig) -> ApiConfig:
 
 
 async def watch_engine(engine: Engine) -> None:
-    """Never returns. Raises EngineError when the engine was given up."""
+    """Raise EngineError once the engine was given up; never returns."""
     while True:
         engine.stats()
         await asyncio.sleep(POLL_S)
@@ -112,20 +112,20 @@ class OwnPolicy(Node):
         await self.serve(self._work, {"status": self._status}, "")
 
     async def _work(self) -> None:
-        found = await asyncio.to_thread(find_policy, self._config)
+        policy = await asyncio.to_thread(find_policy, self._config)
         engine = self._factories.engine(self._config.engine)
         try:
-            await self._serve_from(engine, found)
+            await self._serve_from(engine, policy)
         finally:
             await engine.close()
 
-    async def _serve_from(self, engine: Engine, found: Candidate) -> None:
-        opened = open_server(self._config, engine, engine, found.model_dir, found.name)
+    async def _serve_from(self, engine: Engine, policy: Candidate) -> None:
+        opened = open_server(self._config, engine, engine, policy.model_dir, policy.name)
         async with opened as (server, url):
             self._server, self._url = server, url
             self.phase = "loading"
-            await engine.start(found.model_dir)
-            await engine.load(found.step or 0, await asyncio.to_thread(read, found))
+            await engine.start(policy.model_dir)
+            await engine.load(policy.step or 0, await asyncio.to_thread(read, policy))
             self.phase = "running"
             self._announce(url, server.served.name)
             await watch_engine(engine)
@@ -205,7 +205,7 @@ class FollowedPolicy(PeerNode):
 
 
 def find_policy(config: ServeConfig) -> Candidate:
-    """The weights that model.name means. Downloads a model of the hub. Raises UsageError, EngineError."""
+    """Find or download the weights that model.name means. Raises UsageError, EngineError."""
     from ..models import huggingface
 
     name = config.model.name

@@ -86,11 +86,11 @@ class IssuingNode(Node):
         return self.issued.issue(label=label or "", uses=uses, expires_s=expires_s).shown()
 
     async def _list_tickets(self) -> list[dict[str, object]]:
-        return [_ticket_row(one) for one in self.issued.listed()]
+        return [_ticket_row(ticket) for ticket in self.issued.listed()]
 
     async def _revoke(self, name: str) -> list[dict[str, object]]:
-        return [_ticket_row(one) for one in self.issued.revoke(name)]
+        return [_ticket_row(ticket) for ticket in self.issued.revoke(name)]
 
 
-def _ticket_row(one: IssuedTicket) -> dict[str, object]:
-    return {**dataclasses.asdict(one), "id": one.id.hex()}
+def _ticket_row(ticket: IssuedTicket) -> dict[str, object]:
+    return {**dataclasses.asdict(ticket), "id": ticket.id.hex()}

@@ -246,10 +246,10 @@ class JudgeNode(IssuingNode):
             environments=run.environments,
         )
         for node, (_, snapshot) in ledger.reputations().items():
-            names = [one.name for one in run.environments]
+            names = [environment.name for environment in run.environments]
             with readable(ledger.path, f"reputation of {short(node)}"):
-                found = msgspec.json.decode(snapshot, type=ReputationSnapshot)
-                registry.reputations[node] = Reputation.restore(found, names)
+                stored = msgspec.json.decode(snapshot, type=ReputationSnapshot)
+                registry.reputations[node] = Reputation.restore(stored, names)
         progress = self._progress
         progress.verified_up_to = ledger.judged_up_to()
         supply = PromptSupply(prompts, book)
@@ -311,8 +311,8 @@ class JudgeNode(IssuingNode):
         while True:
             await asyncio.sleep(LOOK_S)
             late = scheduler.take_back(time.time())
-            for held in late:
-                logger.info("lease %d of %s is taken back", held.lease.lease_id, short(held.node))
+            for lease in late:
+                logger.info("lease %d of %s is taken back", lease.lease.lease_id, short(lease.node))
             if late:
                 await scheduler.work_changed()
             old = self._progress.verified_up_to - BODIES_KEPT

@@ -214,7 +214,7 @@ class PeerNode(Node):
             printable(run.name),
             short(ticket.run),
             printable(run.model.name),
-            ", ".join(printable(one.name) for one in run.environments),
+            ", ".join(printable(environment.name) for environment in run.environments),
             run.max_steps,
         )
         self._name, self._obstacle = run.name, ""
@@ -481,7 +481,7 @@ class PeerNode(Node):
                 tasks.create_task(trainer.run()),
                 tasks.create_task(self._follow_peers(joined)),
                 tasks.create_task(self._stay_known(joined, trainer)),
-                tasks.create_task(self._leave_without(trainer)),
+                tasks.create_task(self._leave_without_trainer(trainer)),
             ]
             try:
                 await joined.upstreams.ask()
@@ -501,36 +501,36 @@ class PeerNode(Node):
             trainer.came_back.clear()
             await joined.upstreams.ask()
 
-    async def _leave_without(self, trainer: HeadFollower) -> None:
+    async def _leave_without_trainer(self, trainer: HeadFollower) -> None:
         """End this node when its trainer was stopped, or is silent, for longer than the config waits.
 
         Raises NetworkError.
         """
-        silence, told = 0.0, ""
+        silence, reason = 0.0, ""
         while True:
             trainer.heard.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await trainer.heard.wait()
             if trainer.heard.is_set():
-                if told:
+                if reason:
                     logger.info("the trainer is back")
                     self._obstacle = ""
-                silence, told = 0.0, ""
+                silence, reason = 0.0, ""
                 continue
             silence += LOOK_S  # by ticks: this process, or the machine, may have slept itself
             limit = self._config.wait_for_trainer_s
-            if trainer.stopped and not told:
-                told = printable(trainer.stopped, MAX_NAME)
+            if trainer.stopped and not reason:
+                reason = printable(trainer.stopped, MAX_NAME)
                 if not self._config.wait:
                     raise NetworkError(
-                        f"{told}: `primerl-node join --data-dir {self.data_dir}` joins it again, "
+                        f"{reason}: `primerl-node join --data-dir {self.data_dir}` joins it again, "
                         "--wait waits for it"
                     )
-                self._obstacle = told
-                logger.warning("%s: waiting for it for up to %.0f s", told, limit)
-            if silence > (limit if told else max(limit, LEAST_SILENCE_S)):
-                why = told or "the trainer is silent"
+                self._obstacle = reason
+                logger.warning("%s: waiting for it for up to %.0f s", reason, limit)
+            if silence > (limit if reason else max(limit, LEAST_SILENCE_S)):
+                why = reason or "the trainer is silent"
                 raise NetworkError(
                     f"{why}, and was not there for {silence:.0f} s: `primerl-node join --data-dir "
                     f"{self.data_dir}` joins it again, --wait waits for ever"

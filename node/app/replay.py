@@ -73,9 +73,9 @@ class ReplayedStep:
 
 
 def follows(steps: Sequence[ReplayedStep]) -> bool:
-    """Whether something could be checked, and all of that follows."""
-    found = {one.outcome for one in steps}
-    return bool(found & {"equal", "close"}) and "departs" not in found
+    """Return whether something could be checked, and all of it follows."""
+    outcomes = {step.outcome for step in steps}
+    return bool(outcomes & {"equal", "close"}) and "departs" not in outcomes
 
 
 class _Lost(Exception):
@@ -115,40 +115,42 @@ class PublishedVersions:
 
     def add(self, sealed: bytes, document: bytes) -> None:
         """Learn of a head and its manifest; those of later epochs come later. Raises RemoteProtocolError."""
-        found = self.open(sealed)
-        head = found.head
+        opened = self.open(sealed)
+        head = opened.head
         if head.term > self._epoch:
             self._epoch = head.term
             self._chain.rewind(head.version)
-            self._heads = {v: one for v, one in self._heads.items() if v < head.version}
-        self._heads[head.version] = found
+            self._heads = {
+                v: known_head for v, known_head in self._heads.items() if v < head.version
+            }
+        self._heads[head.version] = opened
         if digest(document) == head.manifest:
             manifest = decode(document, PolicyManifest)
             if manifest.state == head.state and manifest.version == head.version:
                 self._chain.add(manifest)
 
     def digest_of(self, version: int) -> bytes | None:
-        """The state's digest that was signed for a version, if that is known."""
-        found = self._heads.get(version)
-        return found.head.state if found else None
+        """Return the digest of the state that was signed for a version; None if it is not known."""
+        known = self._heads.get(version)
+        return known.head.state if known else None
 
     def check(self, step: int, sealed: bytes) -> PolicyHead | None:
         """Open the head that a step made, and check it against the others; None for none. Raises _Departs."""
         if not sealed:
             return self._heads[step].head if step in self._heads else None
         try:
-            found = self.open(sealed)
+            opened = self.open(sealed)
         except RemoteProtocolError as error:
             raise _Departs(f"its head is not signed by the run's trainer ({error})") from error
-        head, known = found.head, self._heads.get(step)
+        head, known = opened.head, self._heads.get(step)
         before = self._heads.get(step - 1)
         if head.version != step:
             raise _Departs(f"its head is that of version {head.version}")
-        if known is not None and known.digest != found.digest:
+        if known is not None and known.digest != opened.digest:
             raise _Departs("two heads of this version are signed")
         if before and before.head.term == head.term and head.previous != before.digest:
             raise _Departs(f"its head does not follow that of version {step - 1}")
-        self._heads[step] = found
+        self._heads[step] = opened
         return head
 
     def weights(self, version: int, base: Policy) -> Policy | None:
@@ -172,17 +174,17 @@ class PublishedVersions:
         return replica.policy
 
     def _payload(self, version: int, artifact: Artifact) -> list[bytes] | None:
-        found: list[bytes] = []
+        chunks: list[bytes] = []
         for chunk in artifact.chunks:
             try:
-                found.append(chunk_path(self._chunks, chunk.digest).read_bytes())
+                chunks.append(chunk_path(self._chunks, chunk.digest).read_bytes())
             except OSError:
                 return None
-            if digest(found[-1]) != chunk.digest:
+            if digest(chunks[-1]) != chunk.digest:
                 raise _Departs(
                     f"chunk {short(chunk.digest)} of the {artifact.kind} to version {version} was altered"
                 )
-        return found
+        return chunks
 
 
 @dataclass(frozen=True)
@@ -225,22 +227,27 @@ class KeptRun:
     def batch(self, step: int) -> _Batch:
         """Make the batch of a step again, advantages from rewards. Raises _Lost."""
         try:
-            record, kept = self.files.record(step), self.files.read(step)
+            record, rollouts = self.files.record(step), self.files.read(step)
             if not record.whole:
                 raise _Lost(
                     f"{record.kept} of its {record.groups} groups were kept (rollouts.keep.share)"
                 )
             settings = record.settings or step_settings(self.config)
             training = TrainingConfig.model_validate(settings.training)
-            own = {name: TrainingConfig.model_validate(one) for name, one in settings.own.items()}
+            own = {
+                name: TrainingConfig.model_validate(options)
+                for name, options in settings.own.items()
+            }
             if training.sft is not None:
                 raise _Lost("its demonstrations are not kept (training.sft)")
-            if any(one.loss.endpoint is not None for one in (training, *own.values())):
+            if any(
+                settings_of.loss.endpoint is not None for settings_of in (training, *own.values())
+            ):
                 raise _Lost("its teacher's logprobs are not kept (training.loss.endpoint)")
             if training.loss.hint:
                 raise _Lost("its hints are not kept (training.loss.hint)")
             samples = credit(
-                kept_batch(kept, record.groups), training, own, record.baselines
+                kept_batch(rollouts, record.groups), training, own, record.baselines
             ).samples
         except StorageError as error:
             there = self.files.path(step).exists()
@@ -251,7 +258,7 @@ class KeptRun:
             raise _Lost(f"it was trained with options that are not known here: {error}") from error
         except (TypeError, ValueError, IndexError) as error:
             raise _Lost(f"its rollouts are damaged ({error})") from error
-        return _Batch(samples, settings, record.head, _altered(kept, samples))
+        return _Batch(samples, settings, record.head, _altered(rollouts, samples))
 
 
 def _read_ledger(data_dir: Path) -> tuple[RunDocuments, PublishedVersions]:
@@ -290,16 +297,14 @@ def _measured(path: Path) -> list[int]:
         return []  # it only lists the steps
 
 
-def _altered(kept: Sequence[KeptRollout], samples: Sequence[Sample]) -> str:
+def _altered(rollouts: Sequence[KeptRollout], samples: Sequence[Sample]) -> str:
     """Name the first rollout whose kept advantage does not follow from its group's rewards."""
-    trained = [one for one in kept if one.verdict == "trained"]
+    trained = [rollout for rollout in rollouts if rollout.verdict == "trained"]
     if len(trained) != len(samples):
         return f"{len(trained)} sequences were trained, the kept rewards give {len(samples)}"
-    for one, sample in zip(trained, samples, strict=True):
-        if one.advantage != sample.advantage:
-            return (
-                f"rollout {one.place}: its kept reward does not give the advantage that was trained"
-            )
+    for rollout, sample in zip(trained, samples, strict=True):
+        if rollout.advantage != sample.advantage:
+            return f"rollout {rollout.place}: its kept reward does not give the advantage that was trained"
     return ""
 
 
@@ -335,13 +340,13 @@ class RunReplay:
         """Replay every step of the run. Raises EngineError where the learner fails."""
         for step in self._run.steps:
             try:
-                found = await self._replay(step)
+                replayed = await self._replay(step)
             except _Lost as error:
-                found = ReplayedStep(step, "unchecked", str(error))
+                replayed = ReplayedStep(step, "unchecked", str(error))
             except _Departs as error:
-                found = ReplayedStep(step, "departs", str(error))
-            self._at = step if found.computed and found.outcome != "departs" else None
-            yield found
+                replayed = ReplayedStep(step, "departs", str(error))
+            self._at = step if replayed.computed and replayed.outcome != "departs" else None
+            yield replayed
 
     async def _replay(self, step: int) -> ReplayedStep:
         """Compute a step, compare it with the signed head. Raises _Lost, _Departs."""
@@ -350,35 +355,35 @@ class RunReplay:
         backend = await self._come_to(step - 1, batch.settings)
         self._untouched = False
         await backend.step(TrainBatch(step, batch.samples))
-        made = await asyncio.to_thread(prove, step, await backend.state())
+        policy = await asyncio.to_thread(prove, step, await backend.state())
         signed = head.state.hex() if head else ""
-        count, digits = len(batch.samples), made.digest.hex()
-        found = ReplayedStep(step, "unchecked", batch.note, count, digits, signed)
+        count, digits = len(batch.samples), policy.digest.hex()
+        replayed = ReplayedStep(step, "unchecked", batch.note, count, digits, signed)
         if head is None:
-            return _with(found, "unchecked", "its signed head was not kept")
-        return await asyncio.to_thread(self._compare, found, made, head, batch.settings)
+            return _with(replayed, "unchecked", "its signed head was not kept")
+        return await asyncio.to_thread(self._compare, replayed, policy, head, batch.settings)
 
     def _compare(
-        self, found: ReplayedStep, made: Policy, head: PolicyHead, settings: StepSettings
+        self, replayed: ReplayedStep, policy: Policy, head: PolicyHead, settings: StepSettings
     ) -> ReplayedStep:
         """Compare the state that was computed with the published one."""
         try:
-            held = self._run.published.weights(found.step, self._known)
+            published = self._run.published.weights(replayed.step, self._known)
         except _Departs as error:
-            return _with(found, "departs", str(error))
-        if made.digest == head.state:
-            self._known = made
-            return replace(found, outcome="equal", weights=held is not None)
+            return _with(replayed, "departs", str(error))
+        if policy.digest == head.state:
+            self._known = policy
+            return replace(replayed, outcome="equal", weights=published is not None)
         allowed = self._allowed(settings)
-        if held is None and allowed:
-            return _with(found, "unchecked", "bits differ, and its weights are no longer held")
-        if held is not None:
-            largest, drift = difference(made.state, held.state, self._start)
-            self._known = held
-            found = replace(found, weights=True, largest=largest, drift=drift)
-            if drift <= allowed and not found.note:  # advantages are exact anywhere
-                return replace(found, outcome="close")
-        return _with(found, "departs", "the state is another than the published one")
+        if published is None and allowed:
+            return _with(replayed, "unchecked", "bits differ, and its weights are no longer held")
+        if published is not None:
+            largest, drift = difference(policy.state, published.state, self._start)
+            self._known = published
+            replayed = replace(replayed, weights=True, largest=largest, drift=drift)
+            if drift <= allowed and not replayed.note:  # advantages are exact anywhere
+                return replace(replayed, outcome="close")
+        return _with(replayed, "departs", "the state is another than the published one")
 
     def _allowed(self, settings: StepSettings) -> float:
         if self._tolerance is not None:
@@ -426,34 +431,34 @@ class RunReplay:
                 "training": training,
                 "sampling": sampling,
                 "max_steps": settings.max_steps,
-                "environments": [_settled(one, settings) for one in config.mixture],
+                "environments": [_settled(environment, settings) for environment in config.mixture],
             }
         )
         with TemporaryDirectory(prefix="primerl-replay-") as directory:
-            kept, before = Path(directory) / "learner", self._backend
+            learner, before = Path(directory) / "learner", self._backend
             if before is not None:
-                await before.save(kept)
+                await before.save(learner)
                 await before.close()
             backend = self._backend = self._factories.backend(config)
             await backend.start(await asyncio.to_thread(_model, self._run))
             if before is not None:
-                await backend.load(kept)
+                await backend.load(learner)
         self._untouched = before is None
         self._settings = settings
         return backend
 
 
-def _with(found: ReplayedStep, outcome: Outcome, note: str) -> ReplayedStep:
-    notes = [one for one in (note, found.note) if one]
-    return replace(found, outcome=outcome, note="; ".join(notes))
+def _with(replayed: ReplayedStep, outcome: Outcome, note: str) -> ReplayedStep:
+    notes = [text for text in (note, replayed.note) if text]
+    return replace(replayed, outcome=outcome, note="; ".join(notes))
 
 
-def _settled(one: TrainedEnvironment, settings: StepSettings) -> TrainedEnvironment:
-    """An environment with the loss and the temperature that a step was computed with."""
-    training = TrainingConfig.model_validate(settings.own.get(one.name, settings.training))
-    temperature = settings.temperatures.get(one.name, settings.temperature)
-    sampling = one.sampling.model_copy(update={"temperature": temperature})
-    return one.model_copy(update={"loss": training.loss, "sampling": sampling})
+def _settled(environment: TrainedEnvironment, settings: StepSettings) -> TrainedEnvironment:
+    """Return an environment with the loss and the temperature that a step was computed with."""
+    training = TrainingConfig.model_validate(settings.own.get(environment.name, settings.training))
+    temperature = settings.temperatures.get(environment.name, settings.temperature)
+    sampling = environment.sampling.model_copy(update={"temperature": temperature})
+    return environment.model_copy(update={"loss": training.loss, "sampling": sampling})
 
 
 def _model(run: KeptRun) -> Path:

@@ -74,7 +74,7 @@ async def tell(
     It goes under a new key: the retired one may be in use elsewhere, and its thief need not agree. Raises
     RemoteProtocolError for what is no ticket.
     """
-    trainers = {one.trainer: one for one in (tickets.read(text, now=0) for text in texts)}
+    trainers = {ticket.trainer: ticket for ticket in (tickets.read(text, now=0) for text in texts)}
     endpoint = await transport(NetworkConfig(), SecretKey.generate(), 0)
     peers = PeerTable()
     links = ConnectionPool(endpoint, peers, connect_timeout_s=TELL_S)

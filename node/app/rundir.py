@@ -57,17 +57,17 @@ def prepare(config: RunConfig) -> Path:
 
 
 async def prepare_model(config: RunConfig | SftConfig, directory: Path) -> Path:
-    """The Hugging Face directory of the run's model, made or found.
+    """Make or find the Hugging Face directory of the run's model.
 
     One that was just downloaded is checked: commands check directories. Raises EngineError, StorageError.
     """
     from ..models import huggingface
 
     if config.model.create is None:
-        found = await asyncio.to_thread(huggingface.resolve, config.model.name)
+        model_dir = await asyncio.to_thread(huggingface.resolve, config.model.name)
         if not expand_home(config.model.name).is_dir():
-            await asyncio.to_thread(parity.check_directory, found, config.training.seq_len)
-        return found
+            await asyncio.to_thread(parity.check_directory, model_dir, config.training.seq_len)
+        return model_dir
     if not (directory / "config.json").exists():
         await asyncio.to_thread(huggingface.create, directory, config.model.create, config.seed)
     return directory
@@ -101,7 +101,7 @@ def write_model_files(run: RunManifest, store: Store, directory: Path) -> Path:
 
 
 def pinned(run: RunManifest, store: Store) -> set[bytes]:
-    """Chunks that the run needs as long as it lives: the model's files, and its base if policies lack it."""
+    """List the chunks that the run always needs: the model's files, and its base if policies lack it."""
     base = base_weights.chunks(run, store)
     return {chunk.digest for chunk in (*(file.chunk for file in run.model.files), *base)}
 
@@ -132,7 +132,7 @@ def _check_checkpoint(config: RunConfig) -> None:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    """The config that a run was started with. Raises UsageError."""
+    """Read the config that a run was started with. Raises UsageError."""
     try:
         return json.loads((directory / "config.json").read_bytes())
     except BAD_FILE as error:

@@ -37,7 +37,7 @@ PORT, LIBP2P_PORT = "port", "libp2p_port"
 
 
 def open_store(config: NodeConfig, directory: Path) -> FileStore:
-    """The chunk store of a node, below `directory`."""
+    """Open the chunk store of a node, below `directory`."""
     limit = int(config.weights.max_disk_gib * 2**30)
     return FileStore(directory / CHUNKS, max_bytes=limit, fsync=config.fsync)
 
@@ -127,13 +127,13 @@ async def _start_transport(
 
 
 def _kept_port(ledger: Ledger, name: str) -> int:
-    """The port of the last start; 0 without one."""
+    """Return the port of the last start; 0 without one."""
     port = int.from_bytes(ledger.get(name) or b"", "big")
     return port if port < 2**16 else 0
 
 
 def _port(transport: Transport) -> int:
-    """The port of our first address; 0 where addresses have none."""
+    """Return the port of our first address; 0 where addresses have none."""
     last = transport.addresses()[0].rsplit(":", 1)[-1] if transport.addresses() else ""
     return int(last) if last.isdigit() else 0
 
@@ -165,7 +165,7 @@ async def _start_discovery(
 
 
 def _tcp_port(discovery: Discovery) -> int:
-    """The port of our first multiaddr; 0 where that has none."""
+    """Return the port of our first multiaddr; 0 where that has none."""
     _, _, rest = "".join(discovery.addresses()[:1]).partition("/tcp/")
     port = rest.split("/")[0]
     return int(port) if port.isdigit() else 0

@@ -38,7 +38,7 @@ WAITING = "waiting for a pipeline"
 
 
 class StageSupervisor:
-    """One worker's life in pipelines."""
+    """Supervise a worker's stages in pipelines, from plan to plan."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class StageSupervisor:
             supervising.cancel()
 
     async def _follow(self, place: StagePlace, chain: RingSupervisor, config: EngineConfig) -> None:
-        """A later stage: no leases, only layers."""
+        """Run a later stage: it takes no leases and computes its layers."""
         run, services = self._joined.documents.manifest, self._joined.services
         engine = self._factories.pipeline_stage(config, place)
         try:
@@ -230,8 +230,8 @@ async def _moved(offers: StageOffers, chain: RingSupervisor) -> AssignedPlan | N
 
 
 def same_stage(old: AssignedPlan, new: AssignedPlan) -> bool:
-    """Whether our stage of `old` stays the same in `new`, so that its engine can go on."""
-    cuts = [[(stage.first, stage.end) for stage in one.plan.stages] for one in (old, new)]
+    """Return whether our stage of `old` stays the same in `new`, so that its engine can go on."""
+    cuts = [[(stage.first, stage.end) for stage in assigned.plan.stages] for assigned in (old, new)]
     return (
         old.rank == new.rank
         and old.plan.group == new.plan.group
@@ -253,7 +253,7 @@ def engine_config(config: EngineConfig, shape: PipelineShape) -> EngineConfig:
 def stage_row(
     plan: PipelinePlan, rank: int, ring: Ring | None, head: HeadEngine | None
 ) -> StageRow:
-    """The row of a worker's own stage; `head` where it is stage 0."""
+    """Make the status row of a worker's own stage; `head` where it is stage 0."""
     stage = plan.stages[rank]
     row = StageRow(
         group=short(plan.group),

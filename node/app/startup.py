@@ -68,13 +68,13 @@ class Startup:
         `restarted`: go on from the newest checkpoint, if there is one, also without config.resume.
         """
         resume, own = self._config.resume, role.checkpoints
-        found = None
+        checkpoint = None
         if restarted:
-            found = await own.read_newest()
+            checkpoint = await own.read_newest()
         elif resume is not None and self._config.goes_on:
-            found = await own.read_selected(resume)
-        if found is not None:
-            step, parts = found
+            checkpoint = await own.read_selected(resume)
+        if checkpoint is not None:
+            step, parts = checkpoint
             await self._backend.load(own.backend_directory(step))
             await asyncio.to_thread(own.set_aside, step)
             await role.restore(step, parts)
@@ -98,9 +98,9 @@ class Startup:
     async def _fork(self, resume: ResumeConfig, directory: Path, role: TrainerRole) -> int:
         """Begin from a checkpoint of another run in `directory`; returns its step."""
         other = Checkpoints(directory / CHECKPOINTS, keep_last=1)
-        found = await other.read_selected(resume)
-        assert found is not None, "read_selected() raises where another run has none"
-        step, parts = found
+        checkpoint = await other.read_selected(resume)
+        assert checkpoint is not None, "read_selected() raises where another run has none"
+        step, parts = checkpoint
         await self._backend.load(other.backend_directory(step))
         await role.restore(step, fork(step, parts))
         logger.info("this run begins where %s was after step %d", directory, step)
@@ -126,9 +126,9 @@ class Startup:
             raise UsageError("this backend cannot warm up: remove the [warmup] section")
 
         own = own_tasks(self._config, self._environments, config.eval_prompts)
-        shown = [one for one in own if await has_demonstrations(one.environment)]
+        shown = [task for task in own if await has_demonstrations(task.environment)]
         if not shown:
-            names = ", ".join(one.name for one in own)
+            names = ", ".join(task.name for task in own)
             raise UsageError(f"{names} has no demonstrations: remove the [warmup] section")
 
         async def accuracy(state: State) -> float:
@@ -149,7 +149,7 @@ class Startup:
             )
             self._enter("warm-up", f"step {progress.step} of {config.max_steps} at most, {right}")
 
-        async with aclosing(demonstrations([one.environment for one in shown])) as examples:
+        async with aclosing(demonstrations([task.environment for task in shown])) as examples:
             fitting = within(examples, self._config.training.seq_len, config.batch_size)
             await warm_up(self._backend, fitting, config, evaluate=accuracy, progress=show)
         self._enter("warm-up", "")
@@ -159,14 +159,17 @@ def own_tasks(
     config: RunConfig, environments: Sequence[Environment], prompts: int
 ) -> list[EvalTask]:
     """Make evaluations of the run's own environments, `prompts` tasks of each."""
-    samples, found = config.evaluation.samples, list[EvalTask]()
-    for own, one in zip(config.mixture, environments, strict=True):
-        told = config.sampling_of(own)
+    samples, tasks = config.evaluation.samples, list[EvalTask]()
+    for own, environment in zip(config.mixture, environments, strict=True):
+        own_sampling = config.sampling_of(own)
         sampling = EvalSampling(
-            told.max_tokens, told.temperature, top_p=told.top_p, top_k=told.top_k
+            own_sampling.max_tokens,
+            own_sampling.temperature,
+            top_p=own_sampling.top_p,
+            top_k=own_sampling.top_k,
         )
-        found.append(EvalTask(own.name, one, prompts, samples, sampling=sampling))
-    return found
+        tasks.append(EvalTask(own.name, environment, prompts, samples, sampling=sampling))
+    return tasks
 
 
 async def check_prompts(
@@ -241,7 +244,7 @@ async def within(
 
 
 async def has_demonstrations(environment: Environment) -> bool:
-    """Whether an environment shows right replies."""
+    """Return whether an environment shows right replies."""
     return await environment.demonstration(await environment.task(WARMUP_TASKS)) is not None
 
 
@@ -264,15 +267,15 @@ async def demonstrations(
         return shown.turns()
 
     async def make_some(first: int) -> list[tuple[list[int], list[int]]]:
-        made = await asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE)))
-        return [turn for turns in made for turn in turns]
+        episodes = await asyncio.gather(*map(make, range(first, first + MADE_AT_ONCE)))
+        return [turn for turns in episodes for turn in turns]
 
     ahead = asyncio.create_task(make_some(WARMUP_TASKS))
     try:
         for first in count(WARMUP_TASKS + MADE_AT_ONCE, MADE_AT_ONCE):
-            made = await ahead
+            turns = await ahead
             ahead = asyncio.create_task(make_some(first))  # while these are learned
-            for one in made:
-                yield one
+            for turn in turns:
+                yield turn
     finally:
         await end_tasks(ahead)

@@ -19,7 +19,7 @@ TICKET = "ticket"
 
 
 def usable_ticket(given: str, data_dir: Path, now: int) -> str:
-    """The text of the ticket to join with: `given`, or, without one, that of the run for which this directory
+    """Choose the ticket to join with: `given`, or, without one, that of the run for which this directory
     worked last. An expired one will do where its trainer admitted this directory's key. `now` in Unix seconds.
 
     Raises:
@@ -49,7 +49,7 @@ def run_directory(data_dir: Path, run: bytes) -> Path:
 
 
 def remember(ledger: Ledger, ticket: str) -> None:
-    """The trainer welcomed us: from now on our key is what admits us."""
+    """Note that the trainer welcomed us: from now on our key admits us."""
     ledger.set(TICKET, tickets.sealed_bytes(ticket))
 
 
@@ -59,7 +59,7 @@ def _was_welcomed(data_dir: Path, ticket: Ticket) -> bool:
 
 
 def _remembered(path: Path) -> bytes:
-    """The sealed ticket in a ledger, or nothing. Raises StorageError."""
+    """Read the sealed ticket in a ledger; empty if it has none. Raises StorageError."""
     view = LedgerView(path)
     try:
         return view.get(TICKET) or b""
@@ -82,7 +82,7 @@ def _last_ticket(data_dir: Path) -> str:
 def remembered_tickets(data_dir: Path) -> list[str]:
     """Return the ticket of each run that admitted this directory's key, newest first. Raises StorageError."""
     sealed = [_remembered(path) for path in _ledgers(data_dir)]
-    return [tickets.text_of(one) for one in sealed if one]
+    return [tickets.text_of(document) for document in sealed if document]
 
 
 def _ledgers(data_dir: Path) -> list[Path]:
@@ -91,4 +91,4 @@ def _ledgers(data_dir: Path) -> list[Path]:
 
 def _written(path: Path) -> float:
     wal = path.with_name(path.name + "-wal")
-    return max(one.stat().st_mtime for one in (path, wal) if one.exists())
+    return max(file.stat().st_mtime for file in (path, wal) if file.exists())

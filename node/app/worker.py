@@ -93,7 +93,7 @@ class WorkerNode(PeerNode):
         return self._acceptor.handle
 
     async def _is_split(self, joined: JoinedRun, engine: EngineConfig) -> bool:
-        """Whether to hold the model together with others. Raises UsageError if that is wanted and cannot be."""
+        """Return whether to share the model with others. Raises UsageError if that is wanted and impossible."""
         config, run = self._config, joined.documents.manifest
         if config.pp.wanted:
             if run.adapters is None:
@@ -130,7 +130,7 @@ class WorkerNode(PeerNode):
             self._config, self.data_dir, self._factories, joined, self._acceptor, self
         )
 
-    # -- as a pipeline asks of it (PipelineWorker) ----------------------------------------------------
+    # -- what a pipeline stage asks of its node ------------------------------------------------------
 
     @property
     def writing(self) -> Order | None:
@@ -140,7 +140,7 @@ class WorkerNode(PeerNode):
     async def infer(
         self, joined: JoinedRun, engine: Engine, config: EngineConfig, share: TensorShare
     ) -> None:
-        """Be an inference worker with that engine until the run ends.
+        """Run an inference worker with that engine until the run ends.
 
         The newest version is fetched and proved while the engine starts.
         """
@@ -272,7 +272,7 @@ async def start_environments(
     Raises NodeError where none does.
     """
     outcomes = await asyncio.gather(
-        *(one.start() for one in environments.values()), return_exceptions=True
+        *(environment.start() for environment in environments.values()), return_exceptions=True
     )
     works, faults = dict[int, Environment](), list[str]()
     for (number, environment), outcome in zip(environments.items(), outcomes, strict=True):

@@ -183,9 +183,11 @@ class ChatFormat:
         files = _read_files(model_dir)
         values = dict(defaults or {})
         day = _day(values.get(DATE))
-        template, asked = _compile(_template_text(model_dir, files, needed=needs_template), day)
-        options = asked - _GIVEN - files.special.keys()
-        known = options | (asked & {DATE})
+        template, template_names = _compile(
+            _template_text(model_dir, files, needed=needs_template), day
+        )
+        options = template_names - _GIVEN - files.special.keys()
+        known = options | (template_names & {DATE})
         if unknown := sorted(values.keys() - known):
             has = ", ".join(sorted(known)) or "nothing"
             raise EnvironmentFailed(
@@ -277,7 +279,7 @@ class ChatFormat:
 
     @cached_property
     def parsers(self) -> tuple[str, str]:
-        """vLLM's parsers of tool calls and of reasoning for the template's output; "" if unknown."""
+        """Return vLLM's parsers of tool calls and of reasoning for the template's output; "" if unknown."""
         reply = reply_with_call(PROBE, 1)
         try:
             text = self.render([_ASKED, reply], generate=False)
@@ -315,7 +317,7 @@ class ChatFormat:
 
     @cached_property
     def _history_close(self) -> str:
-        """Token with which the template closes an earlier reply, where it closes the last one, too; else ""."""
+        """Return the token that the template ends every reply with, also the last; "" if there is none."""
         reply: Message = {"role": "assistant", "content": _MARK}
         user: Message = {"role": "user", "content": _MARK}
         last = self.render([_ASKED, reply], generate=False).partition(_MARK)[2]
@@ -348,10 +350,10 @@ class ChatFormat:
         """
         reply: Message = {"role": "assistant", "content": _MARK}
         if with_call:
-            results = list(takewhile(lambda one: one["role"] == "tool", messages))
+            results = list(takewhile(lambda message: message["role"] == "tool", messages))
             calls = [
-                make_call(one.get("name") or PROBE, _MARK, one.get("tool_call_id"))
-                for one in results
+                make_call(result.get("name") or PROBE, _MARK, result.get("tool_call_id"))
+                for result in results
             ]
             reply = {"role": "assistant", "content": "", "tool_calls": calls}
         _, mark, rest = self.render([_ASKED, reply, *messages]).rpartition(_MARK)
@@ -386,7 +388,7 @@ class ChatFormat:
 
     @cached_property
     def _thought_marks(self) -> tuple[str, str]:
-        """What the template writes before the reasoning of a reply, but for its prompt, and after it."""
+        """Return what the template writes before the reasoning of a reply, without its prompt, and after it."""
         thought, answer = (mark_text(number) for number in range(2))
         reply: Message = {"role": "assistant", "content": answer, "reasoning_content": thought}
         try:
@@ -394,8 +396,8 @@ class ChatFormat:
         except EnvironmentFailed:
             return THINK
         before, _, after = text.partition(thought)
-        closing, found, _ = after.partition(answer)
-        if not found or not closing.strip():
+        closing, separator, _ = after.partition(answer)
+        if not separator or not closing.strip():
             return THINK
         return before[same_length(prompt, before) :].strip(), closing.strip()
 
@@ -415,8 +417,8 @@ class ChatFormat:
         name = self._tokenizer.id_to_token(token_id)
         if UNREADABLE not in text or name is None:
             return text.encode("utf-8", "replace")
-        if found := _BYTE_FALLBACK.fullmatch(name):
-            return bytes.fromhex(found[1])
+        if match := _BYTE_FALLBACK.fullmatch(name):
+            return bytes.fromhex(match[1])
         if all(char in _BYTE_OF for char in name):
             return bytes(_BYTE_OF[char] for char in name)
         return text.encode("utf-8", "replace")
@@ -427,13 +429,13 @@ class ChatFormat:
             before = self.shown([self._letter], special=True)
             text = self.shown([self._letter, token_id], special=True)
             alone = UNREADABLE in text or not text.startswith(before)
-            found = self.spelled(token_id) if alone else text[len(before) :].encode()
-            self._pieces[token_id] = found
+            spelling = self.spelled(token_id) if alone else text[len(before) :].encode()
+            self._pieces[token_id] = spelling
         return self._pieces[token_id]
 
     @cached_property
     def _letter(self) -> int:
-        """A token that is followed by others."""
+        """Return a token that is followed by others."""
         return self.encode("a")[-1]
 
     def reply(self, text: str) -> list[int]:
@@ -484,8 +486,8 @@ class ChatFormat:
         """Render messages in the forms that this template takes."""
         return self._template.render(
             messages=[
-                template_message(one, text=bool(calls_of(one)) and self._text_calls)
-                for one in messages
+                template_message(message, text=bool(calls_of(message)) and self._text_calls)
+                for message in messages
             ],
             add_generation_prompt=generate,
             tools=list(tools) if tools else None,
@@ -496,7 +498,7 @@ class ChatFormat:
 
     @cached_property
     def _text_calls(self) -> bool:
-        """Whether the template takes the arguments of calls as JSON text, not as an object."""
+        """Return whether the template takes the arguments of calls as JSON text, not as an object."""
         reply = reply_with_call(PROBE, 1)
         for text in (False, True):
             messages = [_ASKED, template_message(reply, text=text)]
@@ -522,7 +524,7 @@ class ChatFormat:
         """Say what to do about a conversation that the template refuses."""
         if DATE in str(error):
             return f"set {DATE} in environment.chat_template_kwargs to the date that it shall write"
-        others = [one for one in messages if one["role"] != "system"]
+        others = [message for message in messages if message["role"] != "system"]
         if len(others) < len(messages):
             try:
                 self._render(others, generate, tools, options)
@@ -538,8 +540,8 @@ class ChatFormat:
 
     def encode_places(self, text: str) -> tuple[list[int], list[int]]:
         """Return token ids, and the index in `text` of each token's first character."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        return found.ids, [start for start, _ in found.offsets]
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
 
 
 def _byte_level() -> dict[str, int]:
@@ -585,10 +587,10 @@ def _template_text(model_dir: Path, files: TokenizerFiles, *, needed: bool) -> s
     return NO_TEMPLATE if template is None else template
 
 
-def same_length(one: str, other: str) -> int:
+def same_length(text: str, other: str) -> int:
     """Return the number of characters with which both texts begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def reads_date(model_dir: Path) -> bool:
@@ -661,11 +663,11 @@ def _compile(text: str, day: datetime | None) -> tuple["jinja2.Template", frozen
     environment.filters["tojson"] = to_json
     environment.globals.update(raise_exception=refuse)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
-        asked = meta.find_undeclared_variables(environment.parse(text))
-        asked -= environment.globals.keys()
+        names = meta.find_undeclared_variables(environment.parse(text))
+        names -= environment.globals.keys()
         if day is not None:
             environment.globals[DATE] = day.strftime  # pyright: ignore[reportArgumentType]
-        return environment.from_string(text), frozenset(asked)
+        return environment.from_string(text), frozenset(names)
     except TemplateError as error:
         raise EnvironmentFailed(
             f"the model's chat template does not compile ({error}): fetch the model again"
@@ -674,13 +676,13 @@ def _compile(text: str, day: datetime | None) -> tuple["jinja2.Template", frozen
 
 def _stop_token_ids(model_dir: Path, tokenizer: "Tokenizer", end: str) -> tuple[int, ...]:
     """Collect the end tokens of generation_config.json, else config.json, and the tokenizer's."""
-    found: list[Any] = []
+    ids_found: list[Any] = []
     for name in ("generation_config.json", "config.json"):
-        if not found and (model_dir / name).is_file():
+        if not ids_found and (model_dir / name).is_file():
             ids = _read_json(model_dir / name).get("eos_token_id")
-            found = ids if isinstance(ids, list) else [ids]
-    found.append(tokenizer.token_to_id(end) if end else None)
-    stops = tuple(sorted({token for token in found if isinstance(token, int)}))
+            ids_found = ids if isinstance(ids, list) else [ids]
+    ids_found.append(tokenizer.token_to_id(end) if end else None)
+    stops = tuple(sorted({token for token in ids_found if isinstance(token, int)}))
     if not stops:
         raise EnvironmentFailed(
             f"{model_dir} names no end-of-sequence token: add eos_token_id to its "
@@ -725,7 +727,7 @@ class Transcript:
         if tools:
             shown = "".join(f"{json.dumps(tool)}\n" for tool in tools)
             messages = [{"role": "system", "content": _TOOLS.format(shown)}, *messages]
-        return [*(one for message in messages for one in _ids(message)), ASSISTANT]
+        return [*(token for message in messages for token in _ids(message)), ASSISTANT]
 
     def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """See Chat."""
@@ -733,7 +735,7 @@ class Transcript:
 
     def text(self, reply: Sequence[int]) -> str:
         """See Chat."""
-        return "".join(chr(one) for one in reply if one < CHARACTERS)
+        return "".join(chr(token) for token in reply if token < CHARACTERS)
 
     def without_reasoning(self, text: str) -> str:
         """See Chat."""
@@ -750,13 +752,13 @@ class Transcript:
 
     def messages(self, prompt: Sequence[int]) -> list[dict[str, str]]:
         """Return the conversation before the next reply, in the form that APIs take."""
-        found: list[tuple[str, list[int]]] = []
-        for one in prompt:
-            if one > CUT:
-                found.append((ROLES[one - CUT - 1], []))
-            elif one < CHARACTERS:
-                found[-1][1].append(one)
-        return [{"role": role, "content": self.text(ids)} for role, ids in found[:-1]]
+        turns: list[tuple[str, list[int]]] = []
+        for token in prompt:
+            if token > CUT:
+                turns.append((ROLES[token - CUT - 1], []))
+            elif token < CHARACTERS:
+                turns[-1][1].append(token)
+        return [{"role": role, "content": self.text(ids)} for role, ids in turns[:-1]]
 
 
 _TOOLS = (

@@ -159,22 +159,22 @@ class ChatApi:
     def _refusal(self, error: "APIStatusError", what: str) -> str:
         """Describe a transient error. Raises UsageError or PlayFailed for a permanent one."""
         config, status = self._config, error.status_code
-        told = f"{status}: {_shown(error.response.content, self._key)}"
+        reason = f"{status}: {_shown(error.response.content, self._key)}"
         if status in FORBIDDEN:
             variable = config.key_variable
             how = f"the key in {variable}" if variable else "requests without a key"
             raise UsageError(
-                f"the API at {config.url} refuses {how} ({told}): set key_variable to the variable that holds "
-                "its key"
+                f"the API at {config.url} refuses {how} ({reason}): set key_variable to the variable that "
+                "holds its key"
             ) from None
         if status in NOT_FOUND or 300 <= status < 400:
             raise UsageError(
-                f"the API at {config.url} knows no {what} of the model {config.model!r} ({told}): "
+                f"the API at {config.url} knows no {what} of the model {config.model!r} ({reason}): "
                 "its url usually ends with /v1; check url and model"
             ) from None
         if status in BUSY or status >= 500:
-            return f"it answers {told}"
-        raise PlayFailed(f"the API refuses the conversation, {told}") from None
+            return f"it answers {reason}"
+        raise PlayFailed(f"the API refuses the conversation, {reason}") from None
 
 
 def _read(data: bytes) -> ChatAnswer:
@@ -199,13 +199,13 @@ def _scores(data: bytes, token_ids: Sequence[int]) -> list[TokenScore]:
         answer = msgspec.json.decode(data, type=_Scored)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PlayFailed(f"the API answers in another form than vLLM's: {error}") from error
-    found = answer.choices[0].prompt_logprobs if answer.choices else None
-    if found is None:
+    prompt_scores = answer.choices[0].prompt_logprobs if answer.choices else None
+    if prompt_scores is None:
         raise PlayFailed("the API gives no prompt_logprobs: serve the model by vLLM")
-    if len(found) != len(token_ids):
-        raise PlayFailed(f"the API scores {len(found)} tokens of {len(token_ids)}")
+    if len(prompt_scores) != len(token_ids):
+        raise PlayFailed(f"the API scores {len(prompt_scores)} tokens of {len(token_ids)}")
     scores: list[TokenScore] = []
-    for token, entry in zip(token_ids[1:], found[1:], strict=True):
+    for token, entry in zip(token_ids[1:], prompt_scores[1:], strict=True):
         score = (entry or {}).get(str(token))
         if score is None or not -math.inf < score.logprob < TINY:
             raise PlayFailed(f"the API gives no valid logprob of token {token}")
@@ -222,7 +222,10 @@ def _shown(data: bytes, key: str) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, RecursionError):
         pass  # not an error of OpenAI's form: its text is shown as it is
     text = text.replace(key, "(key)") if key else text
-    return "".join(one if one.isprintable() else " " for one in text[:MAX_SHOWN]) or "no words"
+    return (
+        "".join(character if character.isprintable() else " " for character in text[:MAX_SHOWN])
+        or "no words"
+    )
 
 
 def read_key(config: ChatApiConfig, environ: Mapping[str, str]) -> str:

@@ -229,12 +229,12 @@ _Instruction = tuple[int, int, int, int]
 def _calls(machine: str) -> list[dict[str, int]]:
     """Return the numbers of system calls by name, for each paragraph of CALLS."""
     column = 1 + list(MACHINES).index(machine)
-    found: list[dict[str, int]] = []
+    tables: list[dict[str, int]] = []
     for paragraph in CALLS.strip().split("\n\n"):
         text = "|".join(line.rpartition(": ")[2] for line in paragraph.splitlines())
         rows = [row.split() for row in text.split("|")]
-        found.append({row[0]: int(row[column]) for row in rows if row[column] != "-"})
-    return found
+        tables.append({row[0]: int(row[column]) for row in rows if row[column] != "-"})
+    return tables
 
 
 def _filter(settings: Mapping[str, Any], pid: int) -> list[_Instruction]:
@@ -341,10 +341,10 @@ def _only(call: int, *arguments: Sequence[int]) -> list[_Instruction]:
 
 
 def _install(program: Sequence[_Instruction]) -> None:
-    body = b"".join(struct.pack("HBBI", *one) for one in program)
-    held = ctypes.create_string_buffer(body, len(body))
+    body = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(body, len(body))
     # struct sock_fprog: a count, and a pointer at its own alignment
-    head = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(held)))
+    head = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(buffer)))
     _prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), ctypes.byref(head))
 
 

@@ -115,9 +115,9 @@ class Demonstration:
 
     def turns(self) -> list[tuple[list[int], list[int]]]:
         """List (prompt, reply) of each turn, as token ids."""
-        ids, said = self.token_ids, [*self.sampled, False]
-        starts = [i for i, now in enumerate(said) if now and not said[i - 1]]
-        return [(ids[:start], ids[start : said.index(False, start)]) for start in starts]
+        ids, sampled = self.token_ids, [*self.sampled, False]
+        starts = [i for i, now in enumerate(sampled) if now and not sampled[i - 1]]
+        return [(ids[:start], ids[start : sampled.index(False, start)]) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,11 @@ class Environment(Protocol):
 
 def shown_statuses(environments: Iterable[Environment]) -> str:
     """Join the non-empty statuses of environments, each with its id."""
-    return "; ".join(f"{one.name}: {one.status}" for one in environments if one.status)
+    return "; ".join(
+        f"{environment.name}: {environment.status}"
+        for environment in environments
+        if environment.status
+    )
 
 
 class EnvironmentFailed(NodeError):

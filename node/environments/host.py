@@ -351,13 +351,13 @@ class EnvironmentHost:
                 if reply is not None and not reply.done():
                     reply.set_result(completion)
             case EnvironmentTold(place, completion, refused):
-                told = self._told.pop(place, None)
-                if told is None or told.done():
+                waiting = self._told.pop(place, None)
+                if waiting is None or waiting.done():
                     pass  # its reward has ended
                 elif refused:
-                    told.set_exception(JudgeRefused(refused))
+                    waiting.set_exception(JudgeRefused(refused))
                 else:
-                    told.set_result(completion)
+                    waiting.set_result(completion)
             case work:
                 token = _asking.set(number)
                 task = asyncio.create_task(self._answer(number, work))
@@ -468,10 +468,10 @@ class EnvironmentHost:
     async def _ask_judge(self, number: int, request: bytes) -> bytes:
         """Ask the node's judge for a request's code. Raises JudgeRefused."""
         place = next(self._places)
-        told = self._told[place] = asyncio.get_running_loop().create_future()
+        answer = self._told[place] = asyncio.get_running_loop().create_future()
         self._outbox.put(number, EnvironmentAsk(place, request))
         try:
-            return await told
+            return await answer
         finally:
             self._told.pop(place, None)
 

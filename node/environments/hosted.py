@@ -227,13 +227,13 @@ class EnvironmentChild(ChildProcess):
         else:
             super()._take(message)
 
-    def _begin_question(self, number: int, asked: EnvironmentAsk) -> None:
+    def _begin_question(self, number: int, question: EnvironmentAsk) -> None:
         asking = self._asking[number]
         if len(asking) >= MOST_QUESTIONS:
             refused = f"a rollout asks its judge {MOST_QUESTIONS} questions at a time at most"
-            self._send(EnvironmentTold(asked.place, b"", refused), number)
+            self._send(EnvironmentTold(question.place, b"", refused), number)
             return
-        task = asyncio.create_task(self._ask_judge(number, asked), name="question to the judge")
+        task = asyncio.create_task(self._ask_judge(number, question), name="question to the judge")
         asking.add(task)
         task.add_done_callback(lambda done: self._end_question(number, done))
 
@@ -242,16 +242,16 @@ class EnvironmentChild(ChildProcess):
         if not self._asking[number]:
             del self._asking[number]
 
-    async def _ask_judge(self, number: int, asked: EnvironmentAsk) -> None:
+    async def _ask_judge(self, number: int, question: EnvironmentAsk) -> None:
         """Answer a question of a reward."""
         completion, refused = b"", "this node has no judge"
         try:
             if self._judge is not None:
-                completion, refused = await self._judge.ask(asked.request), ""
+                completion, refused = await self._judge.ask(question.request), ""
         except (JudgeRefused, StorageError) as error:
             refused = str(error)
         if self._failure is None:
-            self._send(EnvironmentTold(asked.place, completion, refused), number)
+            self._send(EnvironmentTold(question.place, completion, refused), number)
 
     def _cancel_questions(self, number: int | None = None) -> None:
         """Cancel the open questions of a request, or of all if None."""
@@ -409,9 +409,9 @@ class HostedEnvironment:
         Raises the errors of the policy, and EnvironmentGivenUp once no process stays up; any other failure is
         the episode's `error`.
         """
-        said = RememberedPolicy(policy)
+        remembered = RememberedPolicy(policy)
         try:
-            return await self._with_child(task.index, lambda child: child.play(task, said))
+            return await self._with_child(task.index, lambda child: child.play(task, remembered))
         except EnvironmentGivenUp:
             raise
         except (PlayFailed, ScoreMismatch, EnvironmentFailed) as error:
@@ -448,15 +448,15 @@ class HostedEnvironment:
         for _ in range(MOST_TRIES):
             child = await self._working()
             try:
-                found = await ask(child)
+                result = await ask(child)
             except EnvironmentStuck as error:
                 self._losses = 0
                 raise EnvironmentStuck(f"task {index}: {error}") from error
             except EnvironmentLost:
                 continue
-            if not isinstance(found, EnvironmentLooked):
+            if not isinstance(result, EnvironmentLooked):
                 self._losses = 0
-            return found
+            return result
         raise EnvironmentFailed(f"task {index}: {self._fault} ({MOST_TRIES} times)")
 
     async def _working(self) -> EnvironmentChild:

@@ -92,16 +92,16 @@ class JudgeModel:
         body = self._body(request)
         encoded = msgspec.json.encode(body, order="deterministic")
         name = digest(encoded)
-        found = self._kept.get(name)
-        if found is None:
+        answer = self._kept.get(name)
+        if answer is None:
             task = self._asked.get(name)
             if task is None:
                 task = asyncio.create_task(self._answer(name, body), name="judge")
                 self._asked[name] = task
                 task.add_done_callback(lambda done: self._ended(name, done))
             # if this caller is cancelled, the other waiters and the file still get the answer
-            found = await asyncio.shield(task)
-        return self._completion(*found)
+            answer = await asyncio.shield(task)
+        return self._completion(*answer)
 
     def _ended(self, name: bytes, task: "asyncio.Task[tuple[str, bool]]") -> None:
         self._asked.pop(name, None)
@@ -115,8 +115,8 @@ class JudgeModel:
             began = time.monotonic()
             try:
                 text, cut = await self._send(body)
-                asked = msgspec.json.encode(body["messages"]).decode()
-                self._kept.add(name, self._config.model, asked, text, cut=cut)
+                question = msgspec.json.encode(body["messages"]).decode()
+                self._kept.add(name, self._config.model, question, text, cut=cut)
                 return text, cut
             except ApiUnavailable as error:
                 trouble, tries = str(error), tries + (not error.busy)
@@ -167,18 +167,18 @@ class JudgeModel:
         if len(request) > MAX_REQUEST:
             raise JudgeRefused(f"a request of {len(request)} bytes: send at most {MAX_REQUEST}")
         try:
-            asked = msgspec.json.decode(request)
+            decoded = msgspec.json.decode(request)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise JudgeRefused(f"a request that is no JSON: {error}") from error
-        if not isinstance(asked, dict):
+        if not isinstance(decoded, dict):
             raise JudgeRefused("a request that is no JSON object")
-        given = cast(dict[str, Any], asked)
+        given = cast(dict[str, Any], decoded)
         if not isinstance(given.get("messages"), list) or given.get("stream"):
             raise JudgeRefused("only chat completions, not streamed, are answered")
         body = self._request(given["messages"])
         body |= {name: given[name] for name in PASSED_ON if given.get(name) is not None}
-        said = [given[name] for name in LIMITS if isinstance(given.get(name), int)]
-        limits = [limit for limit in said if limit > 0]
+        stated_limits = [given[name] for name in LIMITS if isinstance(given.get(name), int)]
+        limits = [limit for limit in stated_limits if limit > 0]
         body[self._config.max_tokens_field] = min([*limits, self._config.max_tokens])
         return body
 
@@ -224,9 +224,11 @@ class Judges:
 
         Raises UsageError if `environ` lacks a key.
         """
-        held = os.environ if environ is None else environ
-        found = [one.judge for one in environments if one.judge is not None]
-        self._keys = {one.key_variable: read_key(one, held) for one in found}
+        variables = os.environ if environ is None else environ
+        judges = [
+            environment.judge for environment in environments if environment.judge is not None
+        ]
+        self._keys = {judge.key_variable: read_key(judge, variables) for judge in judges}
         self._directory = directory
 
     @property
@@ -236,7 +238,9 @@ class Judges:
 
     def judge(self, config: EnvironmentConfig) -> JudgeModel | None:
         """Make the judge of an environment, not started; None if it has none."""
-        told = config.judge
-        if told is None:
+        judge_config = config.judge
+        if judge_config is None:
             return None
-        return JudgeModel(told, self._keys[told.key_variable], self._directory / ANSWERS)
+        return JudgeModel(
+            judge_config, self._keys[judge_config.key_variable], self._directory / ANSWERS
+        )

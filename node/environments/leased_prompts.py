@@ -88,10 +88,10 @@ class LeasedPrompts:
         if len(branches) != 1:
             raise ScoreMismatch(f"{len(branches)} sequences in place of one prompt and its reply")
         (branch,) = branches
-        drawn = len(branch.token_ids) - len(prompt)
+        reply_length = len(branch.token_ids) - len(prompt)
         if branch.token_ids[: len(prompt)] != prompt:
             raise ScoreMismatch("the lease has another prompt than the rollout")
-        if drawn < 1 or branch.sampled != [False] * len(prompt) + [True] * drawn:
+        if reply_length < 1 or branch.sampled != [False] * len(prompt) + [True] * reply_length:
             raise ScoreMismatch("not the prompt of the lease and one reply")
         return Score(0.0, turns=((0,),))
 

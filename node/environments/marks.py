@@ -94,12 +94,12 @@ def shape_of(messages: Sequence[Message]) -> tuple[object, ...]:
     """Return what a template's treatment of messages depends on, but their words."""
     return tuple(
         (
-            one["role"],
-            bool(one.get("content")),
-            any(one.get(name) for name in REASONING),
-            len(calls_of(one)),
+            message["role"],
+            bool(message.get("content")),
+            any(message.get(name) for name in REASONING),
+            len(calls_of(message)),
         )
-        for one in messages
+        for message in messages
     )
 
 

@@ -71,14 +71,14 @@ def trace_branches(trace: Any, completions: Mapping[int, Completion]) -> list[Br
 
     `completions`: by id() of the sampled node. Raises PlayFailed if there is no such path.
     """
-    found: list[Branch] = []
+    branches: list[Branch] = []
     for it in trace.branches:
         turns = [completions[id(node)] for node in it.nodes if node.sampled]
         if turns:
-            found.append(Branch.of_turns(it.token_ids, it.sampled_mask, it.logprobs, turns))
-    if not found:
+            branches.append(Branch.of_turns(it.token_ids, it.sampled_mask, it.logprobs, turns))
+    if not branches:
         raise PlayFailed(f"the rollout ended without a turn: {trace.stop_condition}")
-    return found
+    return branches
 
 
 def joined_score(traces: Sequence[Any], branches: Sequence[int]) -> Score:
@@ -89,16 +89,16 @@ def joined_score(traces: Sequence[Any], branches: Sequence[int]) -> Score:
     """
     scores = [score(trace) for trace in traces]
     names = [trace.agent.name for trace in traces]
-    found: dict[str, list[float]] = {}
-    for name, one in zip(names, scores, strict=True):
-        for metric, value in {"reward": one.reward, **one.metrics}.items():
-            found.setdefault(f"{name}/{metric}", []).append(value)
+    values_by_name: dict[str, list[float]] = {}
+    for name, agent_score in zip(names, scores, strict=True):
+        for metric, value in {"reward": agent_score.reward, **agent_score.metrics}.items():
+            values_by_name.setdefault(f"{name}/{metric}", []).append(value)
     return Score(
-        reward=math.fsum(one.reward for one in scores) / len(scores),
-        metrics={name: math.fsum(values) / len(values) for name, values in found.items()},
+        reward=math.fsum(agent_score.reward for agent_score in scores) / len(scores),
+        metrics={name: math.fsum(values) / len(values) for name, values in values_by_name.items()},
         agents=tuple(
-            AgentScore(name, one.reward, count)
-            for name, one, count in zip(names, scores, branches, strict=True)
+            AgentScore(name, agent_score.reward, count)
+            for name, agent_score, count in zip(names, scores, branches, strict=True)
         ),
     )
 
@@ -116,8 +116,8 @@ def score(trace: Any) -> Score:
         if value is not None:
             named[f"metric/{name}" if name in trace.rewards else name] = float(value)
     if trace.tools:
-        said = [node.message for node in trace.nodes if node.sampled]
-        named.setdefault(CALLS, float(sum(len(it.tool_calls or ()) for it in said)))
+        replies = [node.message for node in trace.nodes if node.sampled]
+        named.setdefault(CALLS, float(sum(len(it.tool_calls or ()) for it in replies)))
     total = float(trace.reward)
     for name, value in {**named, "reward": total}.items():
         if not math.isfinite(value):
@@ -414,9 +414,9 @@ class TasksetPlayer:
         traces = sorted(filter(harness.spoke, episode.traces), key=harness.first_turn)
         if not traces:
             raise PlayFailed("no agent took a turn: mend the environment's run()")
-        found = [trace_branches(trace, harness.completions) for trace in traces]
-        branches = [branch for one in found for branch in one]
-        total = joined_score(traces, list(map(len, found)))
+        branches_by_trace = [trace_branches(trace, harness.completions) for trace in traces]
+        branches = [branch for of_trace in branches_by_trace for branch in of_trace]
+        total = joined_score(traces, list(map(len, branches_by_trace)))
         turns = tuple(numbers for trace in traces for numbers in harness.numbers(trace))
         return Episode(branches=branches, score=replace(total, turns=turns))
 
@@ -503,7 +503,7 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
 
     def numbers(self, trace: Any) -> list[tuple[int, ...]]:
         """Return the turn numbers of each of a trace's branches, in order."""
-        paths = [[node for node in one.nodes if node.sampled] for one in trace.branches]
+        paths = [[node for node in branch.nodes if node.sampled] for branch in trace.branches]
         return [tuple(self._turns[id(node)] for node in path) for path in paths if path]
 
     async def start(self) -> None:
@@ -553,8 +553,8 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
         if session.stopped or await session.refused() is not None:
             return None
         tools = None if self.tools is None else self.tools.schemas
-        asked = vf.Request(messages=messages, tools=tools)
-        request, rewrites, stop = await session.rewrite_request(asked)
+        original = vf.Request(messages=messages, tools=tools)
+        request, rewrites, stop = await session.rewrite_request(original)
         trace.request_rewrites.extend(rewrites)
         if stop is not None:
             trace.stop(stop)
@@ -814,13 +814,13 @@ def _messages(system: str | None, prompt: str | Sequence[Any]) -> list[Any]:
 
 def _wire(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Convert messages for chat templates: text only, and arguments of calls as objects."""
-    found: list[dict[str, Any]] = []
+    wire: list[dict[str, Any]] = []
     for it in messages:
-        one: dict[str, Any] = {"role": it.role, "content": content_text(it.content or "")}
+        entry: dict[str, Any] = {"role": it.role, "content": content_text(it.content or "")}
         if it.role == "tool":
-            one |= {"tool_call_id": it.tool_call_id, "name": it.name}
+            entry |= {"tool_call_id": it.tool_call_id, "name": it.name}
         elif calls := getattr(it, "tool_calls", None):
-            one["tool_calls"] = [
+            entry["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -828,8 +828,8 @@ def _wire(messages: Sequence[Any]) -> list[dict[str, Any]]:
                 }
                 for call in calls
             ]
-        found.append(one)
-    return found
+        wire.append(entry)
+    return wire
 
 
 def _arguments(text: str) -> Any:

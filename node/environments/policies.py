@@ -147,11 +147,11 @@ class Exchange:
         """End the episode if its code exceeded the deadline, else schedule the next check."""
         assert self._timer is not None  # made before the first check
         loop = asyncio.get_running_loop()
-        left = self._deadline
+        remaining_s = self._deadline
         if self._began is not None:
-            left += self._began - self._clock()
-        if left > 0.0:
-            self._look = loop.call_later(left, self._check_time)
+            remaining_s += self._began - self._clock()
+        if remaining_s > 0.0:
+            self._look = loop.call_later(remaining_s, self._check_time)
         else:
             self._timer.reschedule(loop.time())
 
@@ -223,28 +223,28 @@ class RecordedRollout:
             policy_first=branch.policy_first,
             policy_last=branch.policy_last,
         )
-        held = self._turns.setdefault(tuple(branch.token_ids[:start]), [])
+        recorded = self._turns.setdefault(tuple(branch.token_ids[:start]), [])
         # Branches of one conversation share their first turns; each was sampled once.
-        if all(other.token_ids != ids for other in held):
-            held.append(completion)
+        if all(other.token_ids != ids for other in recorded):
+            recorded.append(completion)
 
     async def __call__(self, prompt: Sequence[int], turn: int) -> Completion:
         """Return the recorded completion of `prompt`. Raises ScoreMismatch if there is none."""
-        held = self._turns.get(tuple(prompt))
-        if not held:
-            asked = digest(pack_u32(list(prompt))).hex()[:8]
+        recorded = self._turns.get(tuple(prompt))
+        if not recorded:
+            prompt_digest = digest(pack_u32(list(prompt))).hex()[:8]
             raise ScoreMismatch(
-                f"turn {turn} of the task has another prompt than the rollout (here {asked})"
+                f"turn {turn} of the task has another prompt than the rollout (here {prompt_digest})"
             )
-        completion = held.pop(0) if len(held) > 1 else held[0]
+        completion = recorded.pop(0) if len(recorded) > 1 else recorded[0]
         self._asked.setdefault((*prompt, *completion.token_ids), []).append(turn)
         return completion
 
     def turns(self) -> tuple[tuple[int, ...], ...]:
         """Return the turn numbers of each branch's replies in the replay."""
-        asked = {said: list(numbers) for said, numbers in self._asked.items()}
+        turns = {conversation: list(numbers) for conversation, numbers in self._asked.items()}
         return tuple(
-            tuple(_next(asked[tuple(branch.token_ids[:end])]) for _, end in turn_spans(branch))
+            tuple(_next(turns[tuple(branch.token_ids[:end])]) for _, end in turn_spans(branch))
             for branch in self._branches
         )
 

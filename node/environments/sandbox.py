@@ -94,8 +94,8 @@ class Sandbox:
         self.missing = missing
 
     def __str__(self) -> str:
-        held = " and ".join(self.confined())
-        return f"{self.name}: {'; '.join([f'confines {held}' if held else 'confines nothing', *self.gaps()])}"
+        confined = " and ".join(self.confined()) or "nothing"
+        return f"{self.name}: {'; '.join([f'confines {confined}', *self.gaps()])}"
 
     def confined(self) -> Iterator[str]:
         """Yield what is confined, and by which mechanism."""
@@ -137,10 +137,10 @@ class Sandbox:
 
     def _variables(self, more: Mapping[str, Any]) -> dict[str, str]:
         """Return the environment variables of the process, for confine() and leave_with_parent()."""
-        told = self.config.model_dump(include={"network", "processes", "memory_gib"})
-        settings = json.dumps({**told, **more})
-        found = {SETTINGS_VARIABLE: settings, PARENT_VARIABLE: str(os.getpid())}
-        return found if self.config.network else {**found, **OFFLINE}
+        limits = self.config.model_dump(include={"network", "processes", "memory_gib"})
+        settings = json.dumps({**limits, **more})
+        variables = {SETTINGS_VARIABLE: settings, PARENT_VARIABLE: str(os.getpid())}
+        return variables if self.config.network else {**variables, **OFFLINE}
 
     def exit_code(self, code: int | None) -> int | None:
         """Convert the command's exit code to the environment's, negative for a signal."""
@@ -152,16 +152,16 @@ class Sandbox:
         Linux only. Counts all descendants and their memory; pages that forks share count once.
         """
         config = self.config
-        found = _descendants(pid, config.processes + self.wrapping + MARGIN)
-        if len(found) > config.processes + self.wrapping:
+        descendants = _descendants(pid, config.processes + self.wrapping + MARGIN)
+        if len(descendants) > config.processes + self.wrapping:
             return (
                 f"the environment's code has more than {config.processes} processes running: mend it, or raise "
                 "sandbox.processes"
             )
         most = config.memory_gib * GIB
         if (
-            sum(map(_resident, [pid, *found])) > most
-            and sum(map(_proportional, [pid, *found])) > most
+            sum(map(_resident, [pid, *descendants])) > most
+            and sum(map(_proportional, [pid, *descendants])) > most
         ):
             return (
                 f"the environment's processes hold more than {config.memory_gib:g} GiB: mend it, or raise "
@@ -190,12 +190,12 @@ class Landlock(Sandbox):
 
     def confined(self) -> Iterator[str]:
         """See Sandbox."""
-        held = ["files", "the node's memory"]
+        confined = ["files", "the node's memory"]
         if self._version >= SCOPES_SINCE:
-            held.append("signals")
+            confined.append("signals")
         if self._version >= TCP_SINCE and not self.config.network:
-            held.append("TCP")
-        yield f"{', '.join(held)} (Landlock {self._version})"
+            confined.append("TCP")
+        yield f"{', '.join(confined)} (Landlock {self._version})"
         yield from self._confined_calls()
 
     def gaps(self) -> Iterator[str]:
@@ -229,13 +229,13 @@ class Landlock(Sandbox):
         system = [Path(path) for path in (*SYSTEM, *LINKS) if Path(path).exists()]
         # what is not in bubblewrap is shut here, and code that looks for its settings takes that for an error
         system += [path for path in Path("/etc").iterdir() if _is_for_everybody(path)]
-        found: set[Path] = set()
+        readable: set[Path] = set()
         for path in sorted(
             {path.resolve() for path in system} | {path.resolve() for path in shown}
         ):
-            if not found.intersection((path, *path.parents)):
-                found.update(_without(path, self._hidden))
-        return [str(path) for path in sorted(found)]
+            if not readable.intersection((path, *path.parents)):
+                readable.update(_without(path, self._hidden))
+        return [str(path) for path in sorted(readable)]
 
 
 class Bubblewrap(Sandbox):
@@ -325,9 +325,9 @@ def choose(
     hidden = list(hidden)
     lacking = ""
     if config.type != "landlock":
-        found, lacking = _bubblewrap(config, hidden)
-        if found is not None:
-            return found
+        sandbox, lacking = _bubblewrap(config, hidden)
+        if sandbox is not None:
+            return sandbox
     if config.type == "bubblewrap":
         raise UsageError(f'sandbox.type is "bubblewrap", and {lacking}, or set it to "auto"')
     version = landlock_version() if landlock is None else landlock
@@ -348,10 +348,10 @@ def _bubblewrap(config: SandboxConfig, hidden: list[Path]) -> tuple[Sandbox | No
     program = shutil.which(BWRAP)
     if program is None:
         return None, MISSING
-    found = Bubblewrap(config, program, hidden)
-    if failure := _failure(found):
+    sandbox = Bubblewrap(config, program, hidden)
+    if failure := _failure(sandbox):
         return None, f"bubblewrap does not work here ({failure}): {BROKEN}"
-    return found, ""
+    return sandbox, ""
 
 
 def python_path() -> str:
@@ -379,8 +379,8 @@ def _failure(sandbox: Sandbox) -> str:
     finally:
         if scratch is not None:
             scratch.close()
-    said = ran.stderr.decode(errors="replace").strip().splitlines()
-    return (said or [f"exit code {ran.returncode}"])[-1] if ran.returncode else ""
+    lines = ran.stderr.decode(errors="replace").strip().splitlines()
+    return (lines or [f"exit code {ran.returncode}"])[-1] if ran.returncode else ""
 
 
 # -- a scratch directory ---------------------------------------------------------------------------
@@ -395,8 +395,8 @@ class Scratch:
     def __init__(self, place: Path | None = None) -> None:
         """Make it below `place`, the system's place of temporary files by default. Raises OSError."""
         place = Path(tempfile.gettempdir()) if place is None else place
-        for left in place.glob(f"{SCRATCH_PREFIX}*"):
-            _remove_unlocked(left)
+        for stale in place.glob(f"{SCRATCH_PREFIX}*"):
+            _remove_unlocked(stale)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=SCRATCH_PREFIX, dir=place)).resolve()
             with suppress(OSError):  # another node took it for one left behind
@@ -411,8 +411,8 @@ class Scratch:
         home, temporary = self.path / "home", self.path / "tmp"
         cache = home / ".cache"
         hub = cache / "huggingface"
-        fetched, made = _hub_caches()
-        copies = {home_directory(): home, fetched: hub / "hub", made: hub / "datasets"}
+        fetched, prepared = _hub_caches()
+        copies = {home_directory(): home, fetched: hub / "hub", prepared: hub / "datasets"}
         for directory in (temporary, *copies.values()):
             directory.mkdir(parents=True)
         for path in shown:
@@ -447,7 +447,9 @@ class Scratch:
 
 
 def _link(place: Path, target: Path) -> None:
-    if not any(one.is_symlink() for one in (place, *place.parents)):  # else it shows already
+    if not any(
+        ancestor.is_symlink() for ancestor in (place, *place.parents)
+    ):  # else it shows already
         place.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             place.symlink_to(target.resolve())
@@ -486,7 +488,7 @@ def _remove(directory: Path) -> None:
 
 def _named(paths: Iterable[Path]) -> set[Path]:
     """Return each path as it is named and as it is."""
-    return {one for path in paths for one in (path.absolute(), path.resolve())}
+    return {form for path in paths for form in (path.absolute(), path.resolve())}
 
 
 def _shown(config: SandboxConfig, needed: Iterable[Path]) -> Iterator[Path]:
@@ -504,11 +506,11 @@ def _without(path: Path, hidden: set[Path]) -> Iterator[Path]:
     """Yield `path`, or if a hidden directory is in it what lies beside that."""
     if path in hidden:
         return
-    if not any(path in one.parents for one in hidden):
+    if not any(path in other.parents for other in hidden):
         yield path
     elif path.is_dir() and not path.is_symlink():
-        for one in path.iterdir():
-            yield from _without(one, hidden)
+        for child in path.iterdir():
+            yield from _without(child, hidden)
 
 
 def _scratch(path: Path, nbytes: int) -> list[str]:
@@ -544,7 +546,7 @@ def _is_for_everybody(path: Path) -> bool:
 
 def _above(paths: Iterable[Path]) -> set[Path]:
     """Return these directories and all their parents."""
-    named = {one for path in paths for one in (path, path.resolve())}
+    named = {form for path in paths for form in (path, path.resolve())}
     return {*named, *(parent for path in named for parent in path.parents)}
 
 
@@ -560,10 +562,10 @@ def _hub_caches() -> tuple[Path, Path]:
 def _data_sets() -> Iterator[Path]:
     """Yield the owner's data sets and those in the caches, without the hub's token and models."""
     yield home_directory() / OWN_DATA
-    fetched, made = _hub_caches()
+    fetched, prepared = _hub_caches()
     yield from fetched.glob("datasets--*")
     # one by one, as the library writes its locks beside them
-    yield from (file.parent for file in made.glob("*/*/*/*/dataset_info.json"))
+    yield from (file.parent for file in prepared.glob("*/*/*/*/dataset_info.json"))
 
 
 # -- watching from outside -------------------------------------------------------------------------
@@ -571,17 +573,17 @@ def _data_sets() -> Iterator[Path]:
 
 def _descendants(pid: int, most: int) -> list[int]:
     """List the process ids of descendants, up to about `most`; none without /proc."""
-    found: list[int] = []
-    left = [pid]
-    while left and len(found) < most:
-        for file in Path(f"/proc/{left.pop()}/task").glob("*/children"):
+    pids: list[int] = []
+    unvisited = [pid]
+    while unvisited and len(pids) < most:
+        for file in Path(f"/proc/{unvisited.pop()}/task").glob("*/children"):
             try:
                 children = [int(word) for word in file.read_text().split()]
             except OSError:  # the thread has ended
                 continue
-            found += children
-            left += children
-    return found
+            pids += children
+            unvisited += children
+    return pids
 
 
 def _resident(pid: int) -> int:
@@ -591,8 +593,8 @@ def _resident(pid: int) -> int:
 
 def _proportional(pid: int) -> int:
     """Return memory as _resident(), with shared pages divided among processes; far slower."""
-    found = _held(pid, "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
-    return _resident(pid) if found is None else found  # a process may deny access to its pages
+    size = _held(pid, "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
+    return _resident(pid) if size is None else size  # a process may deny access to its pages
 
 
 def _held(pid: int, name: str, kinds: Iterable[str]) -> int | None:
@@ -601,8 +603,8 @@ def _held(pid: int, name: str, kinds: Iterable[str]) -> int | None:
         lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
     except OSError:
         return None
-    held = dict(line.split(":", 1) for line in lines if ":" in line)
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
     try:
-        return sum(int(held[kind].split()[0]) << 10 for kind in kinds)
+        return sum(int(fields[kind].split()[0]) << 10 for kind in kinds)
     except KeyError:  # an older kernel, or a process that has ended
         return None

@@ -23,14 +23,14 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], spelled: Callable[[int], bytes]) -> None:
         """`spelled` returns the bytes of a token in the middle of a text."""
-        self._strings = [one.encode() for one in strings]
+        self._strings = [string.encode() for string in strings]
         self._spelled = spelled
 
     def end(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens up to the one that completes a string first; 0 if none does."""
-        parts = [self._spelled(one) for one in token_ids]
+        parts = [self._spelled(token) for token in token_ids]
         text = b"".join(parts)
-        places = [(text.find(one), len(one)) for one in self._strings]
+        places = [(text.find(string), len(string)) for string in self._strings]
         ends = [place + length for place, length in places if place >= 0]
         return bisect_left(list(accumulate(map(len, parts))), min(ends)) + 1 if ends else 0
 
@@ -54,14 +54,14 @@ async def generate_until(
         return await generate(request)
     size, whole = FIRST_PART, None
     while True:
-        drawn = [] if whole is None else whole.token_ids
-        most = min(size, request.max_tokens - len(drawn))
-        part = await generate(replace(request, prompt=(*request.prompt, *drawn), max_tokens=most))
+        reply = [] if whole is None else whole.token_ids
+        most = min(size, request.max_tokens - len(reply))
+        part = await generate(replace(request, prompt=(*request.prompt, *reply), max_tokens=most))
         whole = part if whole is None else _joined(whole, part)
         full = len(whole.token_ids) >= request.max_tokens or len(part.token_ids) < most
-        found = stops.cut(whole)
-        if part.finish == "stop" or full or found is not whole:
-            return found
+        shortened = stops.cut(whole)
+        if part.finish == "stop" or full or shortened is not whole:
+            return shortened
         size = min(2 * size, LAST_PART)
 
 
@@ -72,7 +72,7 @@ def _first(completion: Completion, tokens: int) -> Completion:
     def part(data: bytes) -> bytes:
         return data[: len(data) // whole * tokens]
 
-    spans = tuple(one for one in completion.spans if one[0] < tokens)
+    spans = tuple(span for span in completion.spans if span[0] < tokens)
     return replace(
         completion,
         token_ids=completion.token_ids[:tokens],
@@ -100,5 +100,5 @@ def _joined(first: Completion, second: Completion) -> Completion:
         boundaries=boundaries,
         plan=plan,
         routes=first.routes + second.routes,
-        support=join_support([(one.support, len(one.token_ids)) for one in (first, second)]),
+        support=join_support([(part.support, len(part.token_ids)) for part in (first, second)]),
     )

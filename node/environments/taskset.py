@@ -48,29 +48,31 @@ def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Sp
     if not set(splits) <= set(known):
         splits, own = ("train",), {"train": {}}
     try:
-        found: dict[Split, Any] = {
+        tasksets: dict[Split, Any] = {
             it: taskset(options.model_validate({**values, **own[it]})) for it in splits
         }
     except ValidationError as error:
         raise EnvironmentFailed(_misfit(config.id, options, error)) from error
-    _refuse_unservable(config.id, found["train"])
-    return found
+    _refuse_unservable(config.id, tasksets["train"])
+    return tasksets
 
 
 def _misfit(name: str, options: Any, error: ValidationError) -> str:
     """Say which options do not fit, one after the other, and which were probably meant."""
     known = sorted(set(options.model_fields) - _HOST_OPTIONS)
-    found: list[str] = []
-    for one in error.errors(include_url=False, include_context=False):
-        key = ".".join(("environment.args", *map(str, one["loc"])))
-        if one["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(str(one["loc"][-1]), known, n=1)
+    faults: list[str] = []
+    for fault in error.errors(include_url=False, include_context=False):
+        key = ".".join(("environment.args", *map(str, fault["loc"])))
+        if fault["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"its options are {', '.join(known)}"
-            found.append(f"{key} is no option of {name!r}: {hint}")
+            faults.append(f"{key} is no option of {name!r}: {hint}")
         else:
-            reason = one["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
-            found.append(f"{key} does not fit {name!r}: {reason}, not {reprlib.repr(one['input'])}")
-    return "; ".join(found)
+            reason = fault["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+            faults.append(
+                f"{key} does not fit {name!r}: {reason}, not {reprlib.repr(fault['input'])}"
+            )
+    return "; ".join(faults)
 
 
 def _find(name: str, find: Finder) -> tuple[Callable[[Any], Any], Any]:
@@ -88,16 +90,16 @@ def _find(name: str, find: Finder) -> tuple[Callable[[Any], Any], Any]:
 
 def _refuse_host_options(config: EnvironmentConfig) -> None:
     task = config.args.get("task")
-    found = _HOST_OPTIONS & set(config.args)
+    refused = _HOST_OPTIONS & set(config.args)
     if isinstance(task, dict):
         options = cast(dict[Any, Any], task)
         named = _HOST_TASK_OPTIONS & {str(name) for name in options}
         if config.judge is not None and _are_reference_judges(options.get("judges")):
             named -= {"judges"}
-        found |= named
-    if found:
+        refused |= named
+    if refused:
         raise EnvironmentFailed(
-            f"environment.args may not set {', '.join(sorted(found))}: "
+            f"environment.args may not set {', '.join(sorted(refused))}: "
             "it names things on the machine that plays; write it into the taskset"
         )
 
@@ -105,8 +107,10 @@ def _refuse_host_options(config: EnvironmentConfig) -> None:
 def _are_reference_judges(value: Any) -> bool:
     """Return whether all entries are of the library's judge `reference`, with allowed options."""
     return isinstance(value, list) and all(
-        isinstance(one, dict) and one.get("id") == "reference" and set(one) <= _REFERENCE_JUDGE
-        for one in cast(list[Any], value)
+        isinstance(judge, dict)
+        and judge.get("id") == "reference"
+        and set(judge) <= _REFERENCE_JUDGE
+        for judge in cast(list[Any], value)
     )
 
 

@@ -73,8 +73,8 @@ class CallParser:
             return text, []
         named = [call for call in calls if isinstance(call.name, str)]
         for call in named:
-            held = json.dumps([call.name, call.arguments], ensure_ascii=False)
-            call.name, call.arguments = json.loads(_printable(held))
+            encoded = json.dumps([call.name, call.arguments], ensure_ascii=False)
+            call.name, call.arguments = json.loads(_printable(encoded))
         return thoughts + close + self._marks.decode(ids), named
 
 
@@ -94,10 +94,10 @@ class _MarkedText:
 
     def encode(self, text: str) -> list[int]:
         pattern = "|".join(re.escape(mark) for mark in sorted(self._marks, key=len, reverse=True))
-        found: list[int] = []
+        ids: list[int] = []
         for number, piece in enumerate(re.split(f"({pattern})", text)):
-            found += [self.convert_tokens_to_ids(piece)] if number % 2 else map(ord, piece)
-        return found
+            ids += [self.convert_tokens_to_ids(piece)] if number % 2 else map(ord, piece)
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(chr(it) if it < CHARACTERS else self._marks[it - CHARACTERS] for it in ids)
@@ -111,17 +111,17 @@ def check_toolsets(toolsets: Sequence[vf.Toolset], *, deterministic: bool) -> No
 
     If they have to be `deterministic`, also for toolsets that declare that they are not.
     """
-    for one in toolsets:
-        name = type(one).__name__
-        if getattr(one.config, "url", None):
+    for toolset in toolsets:
+        name = type(toolset).__name__
+        if getattr(toolset.config, "url", None):
             raise EnvironmentFailed(
                 f"the toolset {name} is a server somewhere else, which nodes do not call: use another"
             )
-        if getattr(one.config.runtime, "type", "subprocess") != "subprocess":
+        if getattr(toolset.config.runtime, "type", "subprocess") != "subprocess":
             raise EnvironmentFailed(
                 f"the toolset {name} needs a container, which nodes do not start: use another"
             )
-        if deterministic and not getattr(one, DETERMINISTIC, True):
+        if deterministic and not getattr(toolset, DETERMINISTIC, True):
             raise EnvironmentFailed(
                 f"the toolset {name} says that equal calls may have other results, so its rollouts cannot be "
                 "recomputed: to train on what workers claim, set environment.deterministic_tools = false"
@@ -193,24 +193,24 @@ async def opened(
     """
     box = Toolbox() if beside is None else beside.shared()
     async with AsyncExitStack() as stack:
-        for one in toolsets:
-            _bind_state(one)
-            await stack.enter_async_context(one._exit_stack)  # pyright: ignore[reportPrivateUsage]
-            await one.setup()
+        for toolset in toolsets:
+            _bind_state(toolset)
+            await stack.enter_async_context(toolset._exit_stack)  # pyright: ignore[reportPrivateUsage]
+            await toolset.setup()
             if task is not None:
-                await one.setup_task(task)
-            await box.add(one)
+                await toolset.setup_task(task)
+            await box.add(toolset)
         yield box
 
 
 def _server(name: str) -> MCPServer:
     """Make a server; prevent it from configuring the process's logging."""
-    held = logging.NullHandler()
-    logging.root.addHandler(held)
+    handler = logging.NullHandler()
+    logging.root.addHandler(handler)
     try:
         return MCPServer(name)
     finally:
-        logging.root.removeHandler(held)
+        logging.root.removeHandler(handler)
 
 
 def _bind_state(toolset: Any) -> None:

@@ -140,8 +140,8 @@ class VerifiersEnvironment:
 
         With tools it covers their schemas, too.
         """
-        made = await self._prepare(index, split)
-        return Task(index, made.digest, split, made.place, made.content)
+        prepared = await self._prepare(index, split)
+        return Task(index, prepared.digest, split, prepared.place, prepared.content)
 
     async def prompt(self, task: Task) -> list[int]:
         """Return the first turn's prompt; empty if the taskset's own code opens the conversation.
@@ -248,15 +248,15 @@ class VerifiersEnvironment:
         key = (index, split)
         if key not in self._prepared:
             try:
-                made = await self._started.load(index, split)
+                prepared = await self._started.load(index, split)
             except NodeError:
                 raise
             except Exception as error:  # a taskset's own code may raise anything
                 raise EnvironmentFailed(
                     f"task {index} cannot be made ({named_line(error)}): mend the taskset"
                 ) from error
-            self._prepared[key] = made
-            return made
+            self._prepared[key] = prepared
+            return prepared
         self._prepared.move_to_end(key)
         return self._prepared[key]
 

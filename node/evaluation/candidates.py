@@ -62,16 +62,16 @@ def candidates(config: EvalConfig) -> list[Candidate]:
 
     Downloads from the hub. Raises UsageError, EngineError.
     """
-    found = [candidate(name, _resolve(name)) for name in config.models]
+    listed = [candidate(name, _resolve(name)) for name in config.models]
     if config.weights_dir is not None:
         if config.eval_base:
-            found.append(candidate("base", _base(config, config.weights_dir)))
-        found.extend(_steps(config, config.weights_dir))
-    names = [one.name for one in found]
+            listed.append(candidate("base", _base(config, config.weights_dir)))
+        listed.extend(_steps(config, config.weights_dir))
+    names = [model.name for model in listed]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two models have the name {name}: list each once in models")
-    return found
+    return listed
 
 
 def run_config(weights_dir: Path) -> dict[str, Any]:
@@ -84,10 +84,10 @@ def run_config(weights_dir: Path) -> dict[str, Any]:
             f"there is no directory {weights_dir}: give the weights of a run, such as outputs/RUN/weights"
         )
     try:
-        found = json.loads((weights_dir.absolute().parent / "config.json").read_bytes())
+        config = json.loads((weights_dir.absolute().parent / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def candidate(name: str, directory: Path, step: int | None = None, base: str = "") -> Candidate:
@@ -101,11 +101,11 @@ def candidate(name: str, directory: Path, step: int | None = None, base: str = "
     base = base or str(read_json(path).get("base_model_name_or_path") or "")
     if not base:
         raise UsageError(f"{path} does not name its base model: add base_model_name_or_path")
-    kept = (
+    trainer_model = (
         directory.absolute().parent.parent / "trainer" / "model"
     )  # if the run directory was moved
-    moved = not expand_home(base).is_dir() and (kept / "config.json").is_file()
-    return Candidate(name, directory, kept if moved else _resolve(base), step)
+    moved = not expand_home(base).is_dir() and (trainer_model / "config.json").is_file()
+    return Candidate(name, directory, trainer_model if moved else _resolve(base), step)
 
 
 def _resolve(name: str) -> Path:
@@ -118,9 +118,9 @@ def _base(config: EvalConfig, weights_dir: Path) -> Path:
     if config.base:
         return _resolve(config.base)
     model = run_config(weights_dir).get("model") or {}
-    made = weights_dir.absolute().parent / "model"
-    if model.get("create") and (made / "config.json").is_file():
-        return made
+    own_model = weights_dir.absolute().parent / "model"
+    if model.get("create") and (own_model / "config.json").is_file():
+        return own_model
     if not model.get("name") or model.get("create"):
         raise UsageError(
             f"{weights_dir.parent} does not say which model its run began with: give it as --base, or set "
@@ -138,9 +138,9 @@ def _steps(config: EvalConfig, weights_dir: Path) -> Iterator[Candidate]:
     wanted = sorted(set(config.steps)) or sorted(there)
     for step in wanted:
         if step not in there:
-            held = ", ".join(map(str, sorted(there))) or "none"
+            steps = ", ".join(map(str, sorted(there))) or "none"
             raise UsageError(
-                f"{weights_dir} has no weights of step {step}, only {held}: set "
+                f"{weights_dir} has no weights of step {step}, only {steps}: set "
                 "checkpoint.weights_interval for a run to keep more"
             )
         yield candidate(f"{STEP}{step}", there[step], step)

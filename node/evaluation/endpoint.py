@@ -36,14 +36,14 @@ class EndpointPolicy:
         self._answered = float("-inf")
         """Time of the last reply."""
 
-    async def reply(self, asked: TurnRequest) -> SampledTurn:
+    async def reply(self, request: TurnRequest) -> SampledTurn:
         """Request a reply. Raises PlayFailed, UsageError.
 
         NetworkError if the API answers no request.
         """
         began = time.monotonic()
         try:
-            answer = await self._api.ask(self._body(asked))
+            answer = await self._api.ask(self._body(request))
         except ApiUnavailable as error:
             if self._answered > began:  # other requests succeed: only this conversation fails
                 raise PlayFailed(f"the API failed: {error}") from None
@@ -51,10 +51,10 @@ class EndpointPolicy:
         else:
             self._answered = time.monotonic()
             turn = _turn(answer)
-            if asked.stops is None:
+            if request.stops is None:
                 return turn
             # not asked of the API, which would leave the string out of the reply
-            return replace(turn, completion=asked.stops.cut(turn.completion))
+            return replace(turn, completion=request.stops.cut(turn.completion))
         # outside of `except`, so that no error is chained: those of the package hold the key
         raise NetworkError(
             f"the API at {self._config.url} does not work: {reason}; check that it is up, then run the same "
@@ -65,9 +65,9 @@ class EndpointPolicy:
         """Decode a reply."""
         return self._transcript.text(ids)
 
-    def _body(self, asked: TurnRequest) -> dict[str, Any]:
+    def _body(self, request: TurnRequest) -> dict[str, Any]:
         config, sampling = self._config, self._sampling
-        history = self._transcript.messages(asked.prompt)
+        history = self._transcript.messages(request.prompt)
         # tool calls are plain text here, and APIs refuse a tool message without a parsed call
         messages = [it | {"role": "user"} if it["role"] == "tool" else it for it in history]
         body: dict[str, Any] = {
@@ -81,7 +81,7 @@ class EndpointPolicy:
         if sampling.top_k:
             body["top_k"] = sampling.top_k
         if config.send_seed:
-            body["seed"] = asked.seed % (1 << SEED_BITS)
+            body["seed"] = request.seed % (1 << SEED_BITS)
         return body
 
 

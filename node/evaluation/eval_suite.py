@@ -77,13 +77,13 @@ class CellStore:
     def rollouts_file(self, model: str, environment: str, key: str) -> str:
         """Return the path of a cell's rollouts, relative to the results directory."""
         name = "--".join(
-            UNSAFE.sub("-", one)[:80].strip("-.") or "x" for one in (model, environment)
+            UNSAFE.sub("-", part)[:80].strip("-.") or "x" for part in (model, environment)
         )
         return f"rollouts/{name}--{key[:8]}.jsonl"
 
     def write_rollouts(self, file: str, rollouts: list[Rollout]) -> None:
         """Write all rollouts of a cell in order. Raises StorageError."""
-        lines = b"".join(msgspec.json.encode(one) + b"\n" for one in rollouts)
+        lines = b"".join(msgspec.json.encode(rollout) + b"\n" for rollout in rollouts)
         self._write(self._directory / file, lines)
 
     def keep(self, cell: Cell) -> None:

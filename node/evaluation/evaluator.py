@@ -70,7 +70,7 @@ class SampledTurn:
 class PolicyClient(Protocol):
     """The evaluated model. Implementations: EnginePolicy, EndpointPolicy."""
 
-    async def reply(self, asked: TurnRequest) -> SampledTurn:
+    async def reply(self, request: TurnRequest) -> SampledTurn:
         """Sample a turn. Raises PlayFailed if this rollout cannot continue, NodeError if none can."""
         ...
 
@@ -159,13 +159,13 @@ async def run_rollouts(
     PlayFailed.
     """
     todo = [(task, sample) for task in tasks for sample in range(samples)]
-    found: dict[int, Rollout] = {}
+    rollouts: dict[int, Rollout] = {}
     queue: Iterator[tuple[int, tuple[Task, int]]] = iter(enumerate(todo))
 
     async def work() -> None:
         for number, (task, sample) in queue:
-            found[number] = await _rollout(environment, task, sample, policy, seed)
-            done(found[number])
+            rollouts[number] = await _rollout(environment, task, sample, policy, seed)
+            done(rollouts[number])
 
     try:
         async with asyncio.TaskGroup() as workers:
@@ -173,7 +173,7 @@ async def run_rollouts(
                 workers.create_task(work())
     except BaseExceptionGroup as group:
         raise first_cause(group) from group
-    return [found[number] for number in range(len(todo))]
+    return [rollouts[number] for number in range(len(todo))]
 
 
 async def _rollout(
@@ -199,8 +199,8 @@ async def _rollout(
         metrics=episode.score.metrics,
         truncated=not episode.error and bool(turns) and turns[-1].completion.finish == "length",
         turns=len(turns),
-        prompt_tokens=sum(one.prompt_tokens for one in turns),
-        completion_tokens=sum(one.completion_tokens for one in turns),
+        prompt_tokens=sum(turn.prompt_tokens for turn in turns),
+        completion_tokens=sum(turn.completion_tokens for turn in turns),
         seconds=round(time.monotonic() - began, 4),
         reply=policy.text(last)[:MAX_TEXT] if last else "",
     )
@@ -234,30 +234,30 @@ class EnginePolicy:
         self._decode = decode
         self._sleep = sleep
 
-    async def reply(self, asked: TurnRequest) -> SampledTurn:
+    async def reply(self, request: TurnRequest) -> SampledTurn:
         """Sample a turn. Raises PlayFailed, EngineError."""
-        if 0 < self._max_model_len <= len(asked.prompt):
+        if 0 < self._max_model_len <= len(request.prompt):
             raise PlayFailed(
-                f"the conversation has {len(asked.prompt)} tokens: raise engine.max_model_len "
+                f"the conversation has {len(request.prompt)} tokens: raise engine.max_model_len "
                 f"({self._max_model_len})"
             )
         sampling = self._sampling
-        request = GenerateRequest(
-            asked.prompt,
+        generation = GenerateRequest(
+            request.prompt,
             sampling.max_tokens,
             sampling.temperature,
-            asked.seed,
+            request.seed,
             sampling.stop_token_ids,
-            group=asked.group,
+            group=request.group,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
         )
-        completion = await generate_until(self._generate, request, asked.stops)
+        completion = await generate_until(self._generate, generation, request.stops)
         if not completion.policy_first == completion.policy_last == self._version:
             raise EngineError(
                 f"the engine changed its weights while load {self._version} was evaluated: evaluate again"
             )
-        return SampledTurn(completion, len(asked.prompt), len(completion.token_ids))
+        return SampledTurn(completion, len(request.prompt), len(completion.token_ids))
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode sampled tokens."""
@@ -286,13 +286,13 @@ class EvalResult:
     """Results by environment, if several were evaluated together."""
 
     @classmethod
-    def of(cls, found: "Mapping[str, EvalResult]") -> "EvalResult":
+    def of(cls, by_environment: "Mapping[str, EvalResult]") -> "EvalResult":
         """Join the results of environments: means over the prompts of all."""
-        results = found.values()
-        prompts = sum(one.prompts for one in results)
-        reward = sum(one.prompts * one.reward for one in results) / max(prompts, 1)
-        exact = sum(one.prompts * one.exact for one in results) / max(prompts, 1)
-        return cls(prompts, reward, exact, dict(found))
+        results = by_environment.values()
+        prompts = sum(result.prompts for result in results)
+        reward = sum(result.prompts * result.reward for result in results) / max(prompts, 1)
+        exact = sum(result.prompts * result.exact for result in results) / max(prompts, 1)
+        return cls(prompts, reward, exact, dict(by_environment))
 
 
 @dataclass(frozen=True)
@@ -336,15 +336,15 @@ class Evaluator:
         """Evaluate those of tasks `first` to `first + prompts - 1` of each environment that differ, one sample
         each; ALL: all of the split. Raises EnvironmentFailed.
         """
-        found: dict[str, EvalResult] = {}
+        results: dict[str, EvalResult] = {}
         async with self._turn:
             version = await self._load(state)
-            for one in tasks:
-                first = 0 if one.prompts == ALL else first
-                chosen = await self._fitting(one, split, first)
-                rollouts = await self._roll_out(one, chosen, version, samples=1, seed=seed)
-                found[one.name] = _means(rollouts)
-        return EvalResult.of(found)
+            for task in tasks:
+                first = 0 if task.prompts == ALL else first
+                chosen = await self._fitting(task, split, first)
+                rollouts = await self._roll_out(task, chosen, version, samples=1, seed=seed)
+                results[task.name] = _means(rollouts)
+        return EvalResult.of(results)
 
     async def evaluate_tasks(
         self, state: State, tasks: Sequence[EvalTask], *, seed: int
@@ -353,19 +353,19 @@ class Evaluator:
 
         Return them by environment name. Raises EnvironmentFailed.
         """
-        found: dict[str, list[Rollout]] = {}
+        rollouts: dict[str, list[Rollout]] = {}
         async with self._turn:
             version = await self._load(state)
-            for one in tasks:
-                prompts = await self._fitting(one, one.split)
-                found[one.name] = await self._roll_out(
-                    one, prompts, version, samples=one.samples, seed=seed
+            for task in tasks:
+                prompts = await self._fitting(task, task.split)
+                rollouts[task.name] = await self._roll_out(
+                    task, prompts, version, samples=task.samples, seed=seed
                 )
-        return found
+        return rollouts
 
-    async def _fitting(self, one: EvalTask, split: Split, first: int = 0) -> list[Task]:
+    async def _fitting(self, task: EvalTask, split: Split, first: int = 0) -> list[Task]:
         return await evaluated(
-            one.environment, one.prompts, split, first=first, longest=self._longest
+            task.environment, task.prompts, split, first=first, longest=self._longest
         )
 
     async def _load(self, state: State) -> int:
@@ -374,11 +374,11 @@ class Evaluator:
         return self._loads
 
     async def _roll_out(
-        self, one: EvalTask, tasks: Sequence[Task], version: int, *, samples: int, seed: int
+        self, task: EvalTask, tasks: Sequence[Task], version: int, *, samples: int, seed: int
     ) -> list[Rollout]:
-        own, stops = one.sampling or self._sampling, self._sampling.stop_token_ids
+        own, stops = task.sampling or self._sampling, self._sampling.stop_token_ids
         return await run_rollouts(
-            one.environment,
+            task.environment,
             tasks,
             EnginePolicy(
                 self._engine,
@@ -392,7 +392,9 @@ class Evaluator:
         )
 
 
-def _means(found: Sequence[Rollout]) -> EvalResult:
-    exacts = [one.metrics.get("exact", float(one.reward >= 1.0)) for one in found]
-    count = len(found)
-    return EvalResult(count, sum(one.reward for one in found) / count, sum(exacts) / count)
+def _means(rollouts: Sequence[Rollout]) -> EvalResult:
+    exacts = [rollout.metrics.get("exact", float(rollout.reward >= 1.0)) for rollout in rollouts]
+    count = len(rollouts)
+    return EvalResult(
+        count, sum(rollout.reward for rollout in rollouts) / count, sum(exacts) / count
+    )

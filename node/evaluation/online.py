@@ -49,32 +49,39 @@ class EvaluationLog:
             lines = self._path.read_bytes().splitlines() if self._path.exists() else []
         except OSError as error:
             raise file_error(error, self._path) from error
-        found = [one for line in lines if (one := _read(line)) and one.version <= version]
-        self.held = sorted(found, key=lambda one: one.version)
-        if len(found) < len(lines):
+        evaluations = [
+            evaluation
+            for line in lines
+            if (evaluation := _read(line)) and evaluation.version <= version
+        ]
+        self.held = sorted(evaluations, key=lambda evaluation: evaluation.version)
+        if len(evaluations) < len(lines):
             self._write()
 
-    def add(self, one: Evaluated) -> None:
+    def add(self, evaluation: Evaluated) -> None:
         """Add an evaluation. Raises StorageError."""
-        self.held = [*self.held, one]
+        self.held = [*self.held, evaluation]
         self._write()
 
     def has(self, version: int) -> bool:
         """Return whether `version` was evaluated."""
-        return any(one.version == version for one in self.held)
+        return any(evaluation.version == version for evaluation in self.held)
 
     def latest(self) -> dict[str, dict[str, float]]:
         """Return the newest figures of each environment, by metric name."""
         if not self.held:
             return {}
         return {
-            name: {"version": one.version, **figures.flat()}
-            for one in self.held
-            for name, figures in one.environments.items()
+            name: {"version": evaluation.version, **figures.flat()}
+            for evaluation in self.held
+            for name, figures in evaluation.environments.items()
         }
 
     def _write(self) -> None:
-        write(self._path, "".join(msgspec.json.encode(one).decode() + "\n" for one in self.held))
+        write(
+            self._path,
+            "".join(msgspec.json.encode(evaluation).decode() + "\n" for evaluation in self.held),
+        )
 
 
 def _read(line: bytes) -> Evaluated | None:
@@ -158,8 +165,8 @@ class OnlineEvaluation:
         if self.log.has(version) or version == self.version:
             return []
         every = not (self.log.held or self._begun) or version == self._last
-        intervals = ((one, one.interval or self._interval) for one in self._tasks)
-        return [one for one, steps in intervals if steps and (every or version % steps == 0)]
+        intervals = ((task, task.interval or self._interval) for task in self._tasks)
+        return [task for task, steps in intervals if steps and (every or version % steps == 0)]
 
     def _raise_error(self) -> None:
         """Raise the error of the finished evaluation, if any."""
@@ -170,7 +177,7 @@ class OnlineEvaluation:
     async def _evaluate(self, version: int, state: State, due: Sequence[EvalTask]) -> None:
         self.version, began = version, time.monotonic()
         try:
-            found = await self._evaluator.evaluate_tasks(state, due, seed=self._seed)
+            rollouts = await self._evaluator.evaluate_tasks(state, due, seed=self._seed)
         except (NodeError, EnvironmentFailed) as error:
             # training does not depend on it: this version has no figures
             logger.error("version %d could not be evaluated: %s", version, error)
@@ -178,18 +185,24 @@ class OnlineEvaluation:
         finally:
             self.version = -1
         measured = {
-            one.name: summarize(found[one.name], samples=one.samples, success=one.success)
-            for one in due
+            task.name: summarize(rollouts[task.name], samples=task.samples, success=task.success)
+            for task in due
         }
-        one = Evaluated(version, round(time.monotonic() - began, 3), measured)
-        self.log.add(one)
-        self._report(one)
+        evaluation = Evaluated(version, round(time.monotonic() - began, 3), measured)
+        self.log.add(evaluation)
+        self._report(evaluation)
 
-    def _report(self, one: Evaluated) -> None:
-        values: dict[str, float] = {"time/eval": one.seconds}
-        for name, figures in one.environments.items():
-            flat = {"version": one.version, **figures.flat()}
+    def _report(self, evaluation: Evaluated) -> None:
+        values: dict[str, float] = {"time/eval": evaluation.seconds}
+        for name, figures in evaluation.environments.items():
+            flat = {"version": evaluation.version, **figures.flat()}
             values |= {f"eval/{name}/{key}": value for key, value in flat.items()}
             shown = ", ".join(f"{key} {value:.3f}" for key, value in figures.flat().items())
-            logger.info("version %d on %s | %s | %.1f s", one.version, name, shown, one.seconds)
-        self._metrics.write(one.version, values)
+            logger.info(
+                "version %d on %s | %s | %.1f s",
+                evaluation.version,
+                name,
+                shown,
+                evaluation.seconds,
+            )
+        self._metrics.write(evaluation.version, values)

@@ -68,7 +68,9 @@ class EvalFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     def flat(self) -> dict[str, float]:
         """Return avg@k, pass@j and the shares, by metric name."""
-        passes = {f"pass@{tries}": round(one.value, 6) for tries, one in self.passes.items()}
+        passes = {
+            f"pass@{tries}": round(estimate.value, 6) for tries, estimate in self.passes.items()
+        }
         return {
             f"avg@{self.samples}": round(self.avg.value, 6),
             **passes,
@@ -89,26 +91,31 @@ def summarize(rollouts: Sequence[Rollout], *, samples: int, success: float) -> E
     if not prompts or any(len(group) != samples for group in prompts.values()):
         raise ValueError(f"every prompt has to have {samples} rollouts")
     groups = list(prompts.values())
-    solved = [sum(not one.error and one.reward >= success for one in group) for group in groups]
+    solved = [
+        sum(not rollout.error and rollout.reward >= success for rollout in group)
+        for group in groups
+    ]
     passes = {
         str(tries): share([pass_at(samples, count, tries) for count in solved])
         for tries in tries_of(samples)
     }
-    scored = [one.reward for one in rollouts if not one.error]
-    reasons = Counter(one.error for one in rollouts if one.error)
-    tokens = sum(one.completion_tokens for one in rollouts)
+    scored = [rollout.reward for rollout in rollouts if not rollout.error]
+    reasons = Counter(rollout.error for rollout in rollouts if rollout.error)
+    tokens = sum(rollout.completion_tokens for rollout in rollouts)
     return EvalFigures(
         prompts=len(groups),
         samples=samples,
         success=success,
-        avg=_average([math.fsum(one.reward for one in group) / samples for group in groups]),
+        avg=_average(
+            [math.fsum(rollout.reward for rollout in group) / samples for group in groups]
+        ),
         passes=passes,
         reward=math.fsum(scored) / len(scored) if scored else None,
-        truncated=sum(one.truncated for one in rollouts) / len(rollouts),
-        failed=sum(bool(one.error) for one in rollouts) / len(rollouts),
+        truncated=sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        failed=sum(bool(rollout.error) for rollout in rollouts) / len(rollouts),
         reasons=dict(reasons.most_common(MAX_REASONS)),
         metrics=_metrics(rollouts),
-        prompt_tokens=sum(one.prompt_tokens for one in rollouts),
+        prompt_tokens=sum(rollout.prompt_tokens for rollout in rollouts),
         completion_tokens=tokens,
         completion_mean=tokens / len(rollouts),
     )
@@ -120,11 +127,11 @@ def _average(values: Sequence[float]) -> Estimate:
 
 
 def _metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+    values_of: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
-            found.setdefault(name, []).append(value)
-    return {name: math.fsum(values) / len(values) for name, values in sorted(found.items())}
+            values_of.setdefault(name, []).append(value)
+    return {name: math.fsum(values) / len(values) for name, values in sorted(values_of.items())}
 
 
 def pass_at(samples: int, solved: int, tries: int) -> float:
@@ -188,8 +195,8 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
     rows = max(1, BLOCK // count)
     means: list[NDArray[np.float64]] = []
     for start in range(0, RESAMPLES, rows):
-        drawn = generator.integers(0, count, (min(rows, RESAMPLES - start), count))
-        means.append(data[drawn].mean(axis=1))
+        indices = generator.integers(0, count, (min(rows, RESAMPLES - start), count))
+        means.append(data[indices].mean(axis=1))
     tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * _student((1 + CONFIDENCE) / 2, count))
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return float(low), float(high)

@@ -88,21 +88,21 @@ class AdaptedEngine:
 
         Until the caller has loaded the result, the engine's state counts as unknown.
         """
-        base, held = self._base, self._held
+        base, merged = self._base, self._held
         if base is None:
             raise EngineError("the engine is not started: call start() first")
         self._held = None
-        return await asyncio.to_thread(self._compute, base, adapters, held)
+        return await asyncio.to_thread(self._compute, base, adapters, merged)
 
     def _compute(
-        self, base: State, adapters: State, held: MergedAdapters | None
+        self, base: State, adapters: State, merged: MergedAdapters | None
     ) -> tuple[MergedAdapters, Changed | None]:
         contract = self._run.adapters
         assert contract is not None  # this engine is only made for runs with adapters
         began = time.perf_counter()
         threads = memory_threads()
-        state = merge(base, adapters, contract, before=held, threads=threads)
-        differs = None if held is None else changes(held.state, state, threads=threads)
+        state = merge(base, adapters, contract, before=merged, threads=threads)
+        differs = None if merged is None else changes(merged.state, state, threads=threads)
         logger.debug("adapters merged in %.2f s", time.perf_counter() - began)
         return MergedAdapters(adapters, state), differs
 

@@ -44,8 +44,8 @@ def evened(states: Tensor) -> Tensor:
     most = LIMIT * states.abs().mean(1, keepdim=True)
     cut = states.clamp(-most, most)
     length = torch.linalg.vector_norm(states, dim=1, keepdim=True)
-    left = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
-    return cut * (length / left.clamp_min(torch.finfo(torch.float32).tiny))
+    cut_length = torch.linalg.vector_norm(cut, dim=1, keepdim=True)
+    return cut * (length / cut_length.clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def pack_projected(projected: Tensor) -> bytes:

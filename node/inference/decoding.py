@@ -92,14 +92,14 @@ def decode(
             if output.routes is not None:
                 routes.add(output.routes, rows)
             narrowed = rows.narrowed() if narrow else None
-            drawn = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
-            stopped = (drawn.tokens[:, None] == rows.stops).any(1)
-            if any(supported) and drawn.support is not None:
-                supports.add(drawn.support, rows)
-            _record(replies, rows, drawn, stopped, supported)
+            sampled = draw(output.logits, rows.temperatures, rows.seeds, rows.positions, narrowed)
+            stopped = (sampled.tokens[:, None] == rows.stops).any(1)
+            if any(supported) and sampled.support is not None:
+                supports.add(sampled.support, rows)
+            _record(replies, rows, sampled, stopped, supported)
             rows.positions += 1
             rows.alive &= ~stopped & (rows.positions < rows.ends)
-            rows, tokens = _compact(rows, session, drawn.tokens)
+            rows, tokens = _compact(rows, session, sampled.tokens)
             if not len(tokens):
                 break
             output = session.step(tokens)
@@ -160,9 +160,14 @@ def _rows(requests: Sequence[GenerateRequest], device: torch.device, max_length:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     lengths = [len(request.prompt) for request in requests]
-    limits = [length + one.max_tokens for length, one in zip(lengths, requests, strict=True)]
+    limits = [
+        length + request.max_tokens for length, request in zip(lengths, requests, strict=True)
+    ]
     widest = max(len(request.stop_token_ids) for request in requests) or 1
-    stops = [[*one.stop_token_ids, *[-1] * (widest - len(one.stop_token_ids))] for one in requests]
+    stops = [
+        [*request.stop_token_ids, *[-1] * (widest - len(request.stop_token_ids))]
+        for request in requests
+    ]
     temperatures, top_ks, top_ps = zip(*map(narrowing, requests), strict=True)
     return Rows(
         requests=column(list(range(len(requests)))),
@@ -194,7 +199,7 @@ def _prefill(
         owners = torch.tensor([prompts[r.prompt] for r in requests], device=network.device)
         session.select(owners)
         hidden, routes = (
-            None if one is None else one[owners] for one in (output.hidden, output.routes)
+            None if column is None else column[owners] for column in (output.hidden, output.routes)
         )
         output = ModelOutput(hidden, output.logits[owners], routes)
     return session, output
@@ -203,12 +208,12 @@ def _prefill(
 def _record(
     replies: list[DecodedReply],
     rows: Rows,
-    drawn: SampledTokens,
+    sampled: SampledTokens,
     stopped: Tensor,
     supported: Sequence[bool],
 ) -> None:
-    over = drawn.logprobs if drawn.support_logprobs is None else drawn.support_logprobs
-    columns = (rows.requests, rows.alive, drawn.tokens, drawn.logprobs, over, stopped)
+    over = sampled.logprobs if sampled.support_logprobs is None else sampled.support_logprobs
+    columns = (rows.requests, rows.alive, sampled.tokens, sampled.logprobs, over, stopped)
     for index, alive, token, logprob, own, stop in zip(*(c.tolist() for c in columns), strict=True):
         if not alive:
             continue
@@ -227,6 +232,6 @@ def _compact(rows: Rows, session: Session, tokens: Tensor) -> tuple[Rows, Tensor
         return rows, tokens[:0]
     if alive > COMPACT_AT * len(tokens):
         return rows, tokens
-    kept = rows.alive.nonzero()[:, 0]
-    session.select(kept)
-    return rows.select(kept), tokens[kept]
+    unfinished = rows.alive.nonzero()[:, 0]
+    session.select(unfinished)
+    return rows.select(unfinished), tokens[unfinished]

@@ -82,21 +82,21 @@ def join_boundaries(parts: Sequence[Completion]) -> tuple[tuple[bytes, ...], byt
     """Return (joined boundaries of all parts, plan); () and the last plan if they do not fit."""
     plans = {part.plan for part in parts}
     columns = [part.boundaries for part in parts]
-    if len(plans) > 1 or not all(columns) or len({len(one) for one in columns}) > 1:
+    if len(plans) > 1 or not all(columns) or len({len(column) for column in columns}) > 1:
         return (), parts[-1].plan
     return tuple(b"".join(column) for column in zip(*columns, strict=True)), plans.pop()
 
 
 def join_spans(parts: Sequence[Completion]) -> tuple[tuple[int, int], ...]:
     """List the policy changes among the tokens of all parts; empty if there were none."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     before = 0
     for part in parts:
         for start, version in part.spans or ((0, part.policy_first),):
-            if not found or found[-1][1] != version:
-                found.append((before + start, version))
+            if not spans or spans[-1][1] != version:
+                spans.append((before + start, version))
         before += len(part.token_ids)
-    return tuple(found) if len(found) > 1 else ()
+    return tuple(spans) if len(spans) > 1 else ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
@@ -151,7 +151,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
 
     def with_totals(self, *others: "EngineStats") -> "EngineStats":
         """Add the counts since the start of `others` to these."""
-        sums = {name: sum(getattr(one, name) for one in (self, *others)) for name in COUNTS}
+        sums = {name: sum(getattr(stats, name) for stats in (self, *others)) for name in COUNTS}
         return replace(self, **sums)
 
 

@@ -203,8 +203,8 @@ class EngineChild(ChildProcess):
 
         Raises EngineError; EngineLost, also after `timeout_s`; ValueError if the requests exceed a message.
         """
-        asked = EnginePrefill(list(requests))
-        return (await self._ask(asked, EnginePrefilled, timeout_s)).rows
+        request = EnginePrefill(list(requests))
+        return (await self._ask(request, EnginePrefilled, timeout_s)).rows
 
     async def rejoin(self, epoch: int) -> None:
         """Begin a chain, as stage 0 of a pipeline. Raises EngineError, EngineLost."""

@@ -131,18 +131,18 @@ class Projection:
         nearer to the rounded ones every time.
         Raises BadProof; ProofFailed if own or other states are not finite, which is not the sender's fault.
         """
-        replayed = Replayed(proof, _project(hidden), [_project(one) for one in others])
+        replayed = Replayed(proof, _project(hidden), [_project(states) for states in others])
         return self.compare_projected([replayed])[0]
 
     def compare_projected(self, replies: Sequence[Replayed]) -> list[Compared]:
         """Compare each reply as compare() does, with states that are already projected."""
-        found: dict[int, Compared] = {}
-        for others in {len(one.others) for one in replies}:
-            alike = [place for place, one in enumerate(replies) if len(one.others) == others]
+        compared: dict[int, Compared] = {}
+        for others in {len(reply.others) for reply in replies}:
+            alike = [place for place, reply in enumerate(replies) if len(reply.others) == others]
             for start in range(0, len(alike), AT_ONCE):
                 part = alike[start : start + AT_ONCE]
-                found |= zip(part, _compare([replies[place] for place in part]), strict=True)
-        return [found[place] for place in range(len(replies))]
+                compared |= zip(part, _compare([replies[place] for place in part]), strict=True)
+        return [compared[place] for place in range(len(replies))]
 
 
 def split(proof: bytes, lengths: Sequence[int], fingerprint: Projection) -> list[tuple[bytes, int]]:
@@ -217,13 +217,13 @@ def _compare(replies: Sequence[Replayed]) -> list[Compared]:
     Tokens of all replies are concatenated, since a numpy call costs as much as some hundred tokens. Each result
     is bitwise independent of the other replies.
     """
-    lengths = [len(one.projected) for one in replies]
-    decoded = _decode([one.proof for one in replies], lengths)
-    policies = zip(*((one.projected, *one.others) for one in replies), strict=True)
+    lengths = [len(reply.projected) for reply in replies]
+    decoded = _decode([reply.proof for reply in replies], lengths)
+    policies = zip(*((reply.projected, *reply.others) for reply in replies), strict=True)
     own, *others = [_finite(np.concatenate(states)) for states in policies]
     power = np.mean(own**2, axis=1)
     power[power == 0] = 1
-    squares = np.stack([((decoded - one) ** 2).sum(axis=1) / power for one in (own, *others)])
+    squares = np.stack([((decoded - states) ** 2).sum(axis=1) / power for states in (own, *others)])
     apart = (decoded - own).T / (np.sqrt(power) * np.maximum(1.0, np.sqrt(squares[0])))
     shifts = sums(apart, lengths).T.tolist()
     expected = rounded(own)
@@ -233,10 +233,10 @@ def _compare(replies: Sequence[Replayed]) -> list[Compared]:
     error = sums(((decoded - expected) ** 2).ravel(), sizes).tolist()
     length = sums((expected**2).ravel(), sizes).tolist()
     distances = map(_distance, error, length)
-    found = zip(distances, sizes, _weighed_sums(squares, lengths), shifts, strict=True)
+    columns = zip(distances, sizes, _weighed_sums(squares, lengths), shifts, strict=True)
     return [
         Compared(distance, size, own, tuple(rest), tuple(shift))
-        for distance, size, (own, *rest), shift in found
+        for distance, size, (own, *rest), shift in columns
     ]
 
 
@@ -256,10 +256,10 @@ def sums(values: Floats, lengths: Sequence[int]) -> Floats:
 def _scale_bytes(largest: Floats) -> Integers:
     """Return the smallest b with largest < 127.5 * 2^((b - 160) / 8); at most 0 means zero."""
     ratio = np.maximum(largest, np.finfo(np.float64).tiny) / _BORDER
-    found = np.ceil(_STEPS * np.log2(ratio)).astype(np.int64) + _UNIT_SCALE
+    scales = np.ceil(_STEPS * np.log2(ratio)).astype(np.int64) + _UNIT_SCALE
     # `largest` may lie on the border, or log2 be off by its last bit: no code may exceed 127
-    found += largest >= _BORDER * _scale(found)
-    return found
+    scales += largest >= _BORDER * _scale(scales)
+    return scales
 
 
 def _scale(scale_bytes: Integers) -> Floats:
@@ -375,6 +375,6 @@ def token_distances(stated: bytes, own: NDArray[np.float32]) -> NDArray[np.float
     apart = ((decoded - rounded(own[:, :FINGERPRINT_NUMBERS])) ** 2).mean(axis=1)
     length = own[:, LENGTH].astype(np.float64)
     with np.errstate(divide="ignore", over="ignore"):
-        found = np.sqrt(apart) / np.where(length > 0, length, 1)
-    found[(length == 0) & (apart > 0)] = FURTHEST
-    return np.where(proper, np.minimum(found, FURTHEST), FURTHEST)
+        distances = np.sqrt(apart) / np.where(length > 0, length, 1)
+    distances[(length == 0) & (apart > 0)] = FURTHEST
+    return np.where(proper, np.minimum(distances, FURTHEST), FURTHEST)

@@ -115,13 +115,13 @@ def read_spans(text: str) -> list[tuple[str, int]]:
     return [(name, count) for name, count in json.loads(text)]
 
 
-def read_update(path: Path, held: State) -> tuple[State, Changed]:
-    """Apply a file of changes to a copy of `held`; the inverse of make_delta().
+def read_update(path: Path, base: State) -> tuple[State, Changed]:
+    """Apply a file of changes to a copy of `base`; the inverse of make_delta().
 
     Raises StorageError, and ValueError or LookupError for an update of another state.
     """
     spans, tensors = read_metadata(path), read_checkpoint(path)
-    state = dict(held)
+    state = dict(base)
     changed: dict[str, NDArray[np.int64] | None] = {}
     for name, tensor in tensors.items():
         if name.startswith(WHOLE):
@@ -132,9 +132,9 @@ def read_update(path: Path, held: State) -> tuple[State, Changed]:
         at = 0
         for name, count in read_spans(text):
             where = positions[at : at + count].astype(np.int64)
-            data = held[name].data.copy()
+            data = base[name].data.copy()
             data[where] = values[at : at + count]
-            state[name] = Tensor(dtype, held[name].shape, data)
+            state[name] = Tensor(dtype, base[name].shape, data)
             changed[name] = where
             at += count
     return state, changed
@@ -187,8 +187,8 @@ class HostedPolicy:
             check_adapters(self.base.layout, state, self.base.contract)
         async with shared_file(state, self._metadata) as path:
             await self._check(engines, path)
-            written = await _of_all(engines, lambda one: one.load(version, path))
-        self._hold(version, state, [one for _, one in written])
+            written = await _of_all(engines, lambda engine: engine.load(version, path))
+        self._hold(version, state, [result for _, result in written])
 
     async def update(
         self, engines: Sequence[Replica], version: int, state: State, changed: Changed
@@ -206,14 +206,14 @@ class HostedPolicy:
             check_adapters(self.base.layout, state, self.base.contract)
             delta = Delta(state, self._metadata)
         async with shared_file(delta.tensors, delta.metadata) as path:
-            staged = await _of_all(engines, lambda one: one.stage(path))
-            ready = [one for one, found in staged if not found.fault]
-            refused = [one for one, found in staged if found.fault]
-            written = await _of_all(ready, lambda one: one.write(version)) if ready else []
+            staged = await _of_all(engines, lambda engine: engine.stage(path))
+            ready = [engine for engine, answer in staged if not answer.fault]
+            refused = [engine for engine, answer in staged if answer.fault]
+            written = await _of_all(ready, lambda engine: engine.write(version)) if ready else []
         if written:
-            self._hold(version, state, [one for _, one in written])
+            self._hold(version, state, [result for _, result in written])
         if refused:
-            fault = next(found.fault for _, found in staged if found.fault)
+            fault = next(answer.fault for _, answer in staged if answer.fault)
             logger.warning("policy %d is loaded whole: %s", version, fault)
             await self.load(refused, version, state)
 
@@ -230,12 +230,12 @@ class HostedPolicy:
         return {} if self.base is None else self.base.metadata
 
     async def _check(self, engines: Sequence[Replica], path: str) -> None:
-        found: list[WeightsFault] = [
-            one for _, one in await _of_all(engines, lambda one: one.check(path))
+        checks: list[WeightsFault] = [
+            check for _, check in await _of_all(engines, lambda engine: engine.check(path))
         ]
-        if fault := next((one.fault for one in found if one.fault), ""):
+        if fault := next((check.fault for check in checks if check.fault), ""):
             raise EngineError(f"the state does not fit the model: {fault}")
-        placeless = frozenset().union(*(one.placeless for one in found))
+        placeless = frozenset().union(*(check.placeless for check in checks))
         if placeless - self._placeless:
             logger.info("the engines keep these in forms of their own: %s", sorted(placeless))
         self._placeless = placeless
@@ -243,7 +243,10 @@ class HostedPolicy:
     def _hold(self, version: int, state: State, written: Sequence[Written]) -> None:
         self.version, self._layout = version, layout(state)
         self._state = state if self._renews else {}
-        pause, writing = max(one.paused_s for one in written), max(one.writing_s for one in written)
+        pause, writing = (
+            max(result.paused_s for result in written),
+            max(result.writing_s for result in written),
+        )
         logger.info("policy %d loaded, paused for %.4f s, %.4f s to write", version, pause, writing)
 
 
@@ -277,7 +280,7 @@ async def _of_all(
     Raises the first other error; EngineLost if all were lost.
     """
     answers = await asyncio.gather(*map(ask, engines), return_exceptions=True)
-    found: list[tuple[R, A]] = []
+    answered: list[tuple[R, A]] = []
     lost: EngineLost | None = None
     for engine, answer in zip(engines, answers, strict=True):
         if isinstance(answer, EngineLost):
@@ -285,10 +288,10 @@ async def _of_all(
         elif isinstance(answer, BaseException):
             raise answer
         else:
-            found.append((engine, answer))
-    if not found:
+            answered.append((engine, answer))
+    if not answered:
         raise lost or EngineLost("no engine is there: wait until it is started again")
-    return found
+    return answered
 
 
 def _shared_memory(size: int) -> str | None:

@@ -153,11 +153,11 @@ class Sleeper:
 
     async def _watch(self) -> None:
         while True:
-            left = self._idle_since + self._after_s - time.monotonic()
+            remaining_s = self._idle_since + self._after_s - time.monotonic()
             if self._working or self._asleep:
-                left = self._after_s
-            if left > 0:
-                await asyncio.sleep(left)
+                remaining_s = self._after_s
+            if remaining_s > 0:
+                await asyncio.sleep(remaining_s)
                 continue
             async with self._turning:
                 if not self._working:

@@ -159,7 +159,7 @@ class HostedEngine:
         Waits for an engine if all are being restarted. Raises EngineError: if the state does not fit, the old
         weights stay; after any other error no engine is left.
         """
-        await self._kept(self._change(lambda found: self._policy.load(found, version, state)))
+        await self._kept(self._change(lambda engines: self._policy.load(engines, version, state)))
 
     async def _read_base(self, model_dir: Path) -> None:
         """Read and prove the base that the engines merge adapters into; keep only its layout."""
@@ -176,7 +176,7 @@ class HostedEngine:
         """
         check_update(state, changed)
         await self._kept(
-            self._change(lambda found: self._policy.update(found, version, state, changed))
+            self._change(lambda engines: self._policy.update(engines, version, state, changed))
         )
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -214,7 +214,9 @@ class HostedEngine:
 
     def upstreams(self) -> list[str]:
         """Return the sockets of all engines that work."""
-        return [self._socket(number) for number, one in enumerate(self._replicas) if one.child]
+        return [
+            self._socket(number) for number, replica in enumerate(self._replicas) if replica.child
+        ]
 
     def _socket(self, number: int) -> str:
         assert self._sockets is not None  # serve_api() made it
@@ -223,7 +225,7 @@ class HostedEngine:
     @contextmanager
     def _chosen(self, group: bytes) -> Generator[tuple[int, EngineChild]]:
         """Choose a replica for one request, and count the request. Raises EngineError, EngineLost."""
-        replica = self._choose(group)
+        replica = self._choose_replica(group)
         child = replica.child if replica else None
         if replica is None or child is None:
             raise EngineLost(f"the {self._title} engine is being started again: {self._down()}")
@@ -236,16 +238,16 @@ class HostedEngine:
     def stats(self) -> EngineStats:
         """See Engine. Raises EngineError if every engine was given up."""
         fault = "" if self._fault else self._down() or self._hanging()
-        found = [replica.stats for replica in self._replicas]
+        stats = [replica.stats for replica in self._replicas]
         whole = EngineStats(
-            running=sum(one.running for one in found),
-            waiting=sum(one.waiting for one in found),
-            kv_use=max((one.kv_use for one in found), default=0.0),
-            kv_tokens=sum(one.kv_tokens for one in found),
+            running=sum(engine.running for engine in stats),
+            waiting=sum(engine.waiting for engine in stats),
+            kv_use=max((engine.kv_use for engine in stats), default=0.0),
+            kv_tokens=sum(engine.kv_tokens for engine in stats),
             restarts=sum(replica.restarts for replica in self._replicas),
             fault=fault,
         )
-        return whole.with_totals(*found)
+        return whole.with_totals(*stats)
 
     async def close(self) -> None:
         """End the processes, by force if need be; pending requests raise EngineError."""
@@ -341,19 +343,19 @@ class HostedEngine:
     def _hanging(self) -> str:
         """Return why no replica makes progress although all run; empty if one does, or has nothing to do."""
         children = [child for replica in self._replicas if (child := replica.child)]
-        silence = min((min(one.silent_s, one.missed_s) for one in children), default=0.0)
+        silence = min((min(child.silent_s, child.missed_s) for child in children), default=0.0)
         busy = any(replica.load for replica in self._replicas)
         if not busy or silence < self._timeouts.quiet_s:
             return ""
         return f"{self._title} has given no sign of life for {silence:.0f} s"
 
-    def _choose(self, group: bytes) -> EngineReplica | None:
+    def _choose_replica(self, group: bytes) -> EngineReplica | None:
         """Choose the replica with the group's prompt, else the least busy; None if all are down."""
         if group and (known := self._groups.get(group)) is not None and known.child:
             self._groups.move_to_end(group)
             return known
-        working = (one for one in self._replicas if one.child)
-        replica = min(working, key=lambda one: one.load, default=None)
+        working = (replica for replica in self._replicas if replica.child)
+        replica = min(working, key=lambda replica: replica.load, default=None)
         if group and replica is not None:
             self._groups[group] = replica
         return replica

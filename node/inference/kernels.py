@@ -44,7 +44,7 @@ def draw_on_gpu(
     parts = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)
     indices = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    found = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     with torch.cuda.device(logits.device):
         _score[(rows, blocks)](
             *(logits, logits.stride(0), vocabulary, temperature, seeds, positions, parts, indices),
@@ -53,12 +53,12 @@ def draw_on_gpu(
             enable_fp_fusion=False,
         )
         _choose[(rows,)](
-            *(logits, logits.stride(0), temperature, parts, indices, blocks, tokens, found),
+            *(logits, logits.stride(0), temperature, parts, indices, blocks, tokens, results),
             BLOCKS=triton.next_power_of_2(blocks),
             num_warps=1,
             enable_fp_fusion=False,
         )
-    return tokens, found[0], found[1], found[2]
+    return tokens, results[0], results[1], results[2]
 
 
 def gumbel_on_gpu(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
@@ -141,7 +141,7 @@ def _score(
 
 @triton.jit
 def _choose(
-    logits, stride, temperature, parts, indices, blocks, tokens, found, BLOCKS: tl.constexpr
+    logits, stride, temperature, parts, indices, blocks, tokens, results, BLOCKS: tl.constexpr
 ):
     """Combine the block results of one row. `minimum` keeps indices in range despite NaN."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -158,9 +158,9 @@ def _choose(
     value = tl.load(logits + row * stride + token).to(tl.float32)
     scaled = value * tl.div_rn(1.0, tl.load(temperature + row))
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(found + row, scaled - logsumexp)
-    tl.store(found + rows + row, score)
-    tl.store(found + 2 * rows + row, logsumexp)
+    tl.store(results + row, scaled - logsumexp)
+    tl.store(results + rows + row, score)
+    tl.store(results + 2 * rows + row, logsumexp)
 
 
 @triton.jit
@@ -182,26 +182,26 @@ def project_on_gpu(states: Tensor, signs: Tensor, limit: float) -> Tensor:
     """
     states = states if states.stride(1) == 1 else states.contiguous()
     rows, width = states.shape
-    found = torch.empty(rows, signs.shape[1], dtype=torch.float32, device=states.device)
+    projected = torch.empty(rows, signs.shape[1], dtype=torch.float32, device=states.device)
     if rows:
         with torch.cuda.device(states.device):
-            launch_project(states, signs, limit, found, (rows,), width)
-    return found
+            launch_project(states, signs, limit, projected, (rows,), width)
+    return projected
 
 
 def launch_project(
-    states: Tensor, signs: Tensor, limit: float, found: Tensor, grid: tuple[int], width: int
+    states: Tensor, signs: Tensor, limit: float, projected: Tensor, grid: tuple[int], width: int
 ) -> None:
     """Launch the kernel alone: Triton's interpreter can run it without a GPU."""
     _project[grid](
-        *(states, states.stride(0), width, signs, signs.shape[1], limit, found),
+        *(states, states.stride(0), width, signs, signs.shape[1], limit, projected),
         BLOCK=PROJECT_BLOCK,
         num_warps=PROJECT_WARPS,
     )
 
 
 @triton.jit
-def _project(states, stride, width, signs, columns, limit, found, BLOCK: tl.constexpr):
+def _project(states, stride, width, signs, columns, limit, projected, BLOCK: tl.constexpr):
     """Project one row in two passes: mean magnitude and length first, then the clipped row."""
     row = tl.program_id(0).to(tl.int64)
     start = states + row * stride
@@ -226,10 +226,12 @@ def _project(states, stride, width, signs, columns, limit, found, BLOCK: tl.cons
         places = at[:, None] * columns + column[None, :]
         known = inside[:, None] & (column[None, :] < columns)
         sums += cut[:, None] * tl.load(signs + places, mask=known, other=0.0)
-    left = tl.sqrt(tl.sum(squares, axis=0))
+    cut_length = tl.sqrt(tl.sum(squares, axis=0))
     # a row that is not finite stays so, since its `length` is not finite either
-    stretch = tl.sqrt(length) / tl.maximum(left, 1.1754943508222875e-38)
-    tl.store(found + row * columns + column, tl.sum(sums, axis=0) * stretch, mask=column < columns)
+    stretch = tl.sqrt(length) / tl.maximum(cut_length, 1.1754943508222875e-38)
+    tl.store(
+        projected + row * columns + column, tl.sum(sums, axis=0) * stretch, mask=column < columns
+    )
 
 
 MERGED_ROWS, MERGED_COLUMNS = 8, 256
@@ -289,8 +291,8 @@ def _add_product(
         before = tl.load(weight + at, mask=inside)
         product = tl.zeros((ROWS, BLOCK), tl.float64)
         for part in range(RANK):
-            left = tl.load(b + row * RANK + part, mask=row < rows).to(tl.float64)
+            factor_b = tl.load(b + row * RANK + part, mask=row < rows).to(tl.float64)
             right = tl.load(a + part * columns + column, mask=column < columns).to(tl.float64)
-            product += left[:, None] * right[None, :]
+            product += factor_b[:, None] * right[None, :]
         total = (product * factor).to(tl.float32) + before.to(tl.float32)
         tl.store(merged + at, total.to(merged.dtype.element_ty), mask=inside)

@@ -173,28 +173,30 @@ class LanguageModel:
         width, and causal attention sees no padding. Does not wait for a GPU. `taps` observe the states between
         layers, `routes` the experts that routers choose. Raises as hidden().
         """
-        found: list[Tensor] = []
+        states: list[Tensor] = []
         rest = list(tokens.split(list(lengths)))
         while rest:
-            count = _alike([len(one) for one in rest])
+            count = _alike([len(sequence) for sequence in rest])
             batch, rest = rest[:count], rest[count:]
             watched = None if routes is None else partial(_take_unpadded, routes, batch)
             hooked = nullcontext() if taps is None else self._hooked(taps, batch)
             with hooked, self._routers.watched(watched):
                 hidden = self.hidden(pad_sequence(batch, batch_first=True))
-            found += _unpadded(hidden, batch)
-        return torch.cat(found)
+            states += _unpadded(hidden, batch)
+        return torch.cat(states)
 
     @contextmanager
     def _hooked(self, taps: LayerHooks, batch: Sequence[Tensor]) -> Generator[None]:
         """Call `taps` with the states between layers of the padded sequences of `batch`."""
 
         def take(layer: int, states: Tensor) -> Tensor:
-            seen = torch.cat(_unpadded(states, batch))
-            replaced = taps.take(layer, seen)
-            if replaced is seen:
+            unpadded = torch.cat(_unpadded(states, batch))
+            replaced = taps.take(layer, unpadded)
+            if replaced is unpadded:
                 return states
-            return pad_sequence(list(replaced.split([len(one) for one in batch])), batch_first=True)
+            return pad_sequence(
+                list(replaced.split([len(sequence) for sequence in batch])), batch_first=True
+            )
 
         def hook(layer: int) -> Any:
             def seen(_: Any, __: Any, output: Any) -> Any:
@@ -205,7 +207,7 @@ class LanguageModel:
             return seen
 
         blocks = huggingface.layers_of(self._model)
-        handles = [blocks[one - 1].register_forward_hook(hook(one)) for one in taps.layers]
+        handles = [blocks[layer - 1].register_forward_hook(hook(layer)) for layer in taps.layers]
         try:
             yield
         finally:
@@ -219,8 +221,8 @@ class LanguageModel:
         """
         self._check_shown()
         with self._tap.put(hidden.reshape(1, -1, hidden.shape[-1])):
-            found = self.read(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        return found.view(*hidden.shape[:-1], -1)
+            logits = self.read(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        return logits.view(*hidden.shape[:-1], -1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Compute logits [B, T, V] of `tokens` [B, T]; padding on the right needs no mask."""
@@ -241,7 +243,7 @@ class LanguageModel:
         if self._quantized is not None:
             # a row's scale may change with one of its weights
             state = dequantized_state(state, self._quantized, changed.keys())
-            whole = {name for name, one in state.items() if is_quantized(name, one.shape)}
+            whole = {name for name, tensor in state.items() if is_quantized(name, tensor.shape)}
             changed = {name: None if name in whole else at for name, at in changed.items()}
         for name, positions in changed.items():
             write(self._places[name], state[name], positions)
@@ -330,10 +332,10 @@ class Tap:
 
     def taken(self) -> Tensor:
         """Return the head's input [B, N, d] since the last call. Raises LookupError without one."""
-        seen, self._seen = self._seen, None
-        if seen is None:
+        states, self._seen = self._seen, None
+        if states is None:
             raise LookupError("the head was not called")
-        return seen
+        return states
 
     def forget(self) -> None:
         """Release the stored tensor."""
@@ -369,21 +371,25 @@ def _shows(network: LanguageModel, tap: Tap) -> bool:
             return False
         if hidden.ndim != 3 or hidden.shape[:2] != tokens.shape:
             return False
-        found = network.logits(hidden)
+        logits = network.logits(hidden)
         near = 1e-3 * float(wanted.abs().nan_to_num(0.0, 0.0).max())
-        same = torch.allclose(found, wanted, rtol=0.0, atol=near, equal_nan=True)
+        same = torch.allclose(logits, wanted, rtol=0.0, atol=near, equal_nan=True)
         again = network.hidden(tokens)
         return same and torch.allclose(again, hidden, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _take_unpadded(routes: RouterHooks, batch: Sequence[Tensor], layer: int, *seen: Tensor) -> None:
-    scores, own = (torch.cat(_unpadded(one.unflatten(0, (len(batch), -1)), batch)) for one in seen)
+def _take_unpadded(
+    routes: RouterHooks, batch: Sequence[Tensor], layer: int, *outputs: Tensor
+) -> None:
+    scores, own = (
+        torch.cat(_unpadded(output.unflatten(0, (len(batch), -1)), batch)) for output in outputs
+    )
     routes.take(layer, scores, own)
 
 
 def _unpadded(padded: Tensor, batch: Sequence[Tensor]) -> list[Tensor]:
     """Return the rows of `padded` [B, T, d] without padding, each [tokens, d]."""
-    return [row[: len(one)] for row, one in zip(padded, batch, strict=True)]
+    return [row[: len(sequence)] for row, sequence in zip(padded, batch, strict=True)]
 
 
 def _alike(lengths: Sequence[int]) -> int:

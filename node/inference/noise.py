@@ -64,7 +64,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     low, high = _keys(seeds, positions)
     width = max(1, chunk(seeds.device) // max(1, len(seeds)))
     tokens = torch.arange(vocabulary, dtype=torch.int32, device=seeds.device)
-    parts = [_gumbel_of_(_hash(low[:, None], high[:, None], one)) for one in tokens.split(width)]
+    parts = [_gumbel_of_(_hash(low[:, None], high[:, None], ids)) for ids in tokens.split(width)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
@@ -104,7 +104,7 @@ _BITS16, _BITS19, _BITS31 = _int(0xFFFF), _int(0x7FFFF), _int(0x7FFFFFFF)
 _EXPONENT_OF_ONE, _MANTISSA, _MANTISSA_BITS = _int(EXPONENT_OF_ONE), _int(MANTISSA), _int(23)
 _13, _16, _31, _158 = _int(13), _int(16), _int(31), _int(158)
 _HALF, _TWO, _SMALL, _LN2, _SLOPE = map(_float, (0.5, 2.0, 2.0**-31, -LN2, SLOPE))
-_HALF_LOG, _CURVE = [_float(one) for one in HALF_LOG], [_float(one) for one in CURVE]
+_HALF_LOG, _CURVE = [_float(bits) for bits in HALF_LOG], [_float(bits) for bits in CURVE]
 
 
 def _gumbel_of_(bits: Tensor) -> Tensor:

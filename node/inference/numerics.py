@@ -79,20 +79,20 @@ def engine_class(
 
 def kernel_options(vllm: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `engine.vllm` that may select kernels, also in compilation_config."""
-    found = {name: value for name, value in vllm.items() if name not in NOT_KERNELS}
-    compilation = found.pop("compilation_config", None)
+    options = {name: value for name, value in vllm.items() if name not in NOT_KERNELS}
+    compilation = options.pop("compilation_config", None)
     if isinstance(compilation, dict):
         compilation = {
             str(name): value
             for name, value in compilation.items()  # pyright: ignore[reportUnknownVariableType]
             if name not in NOT_KERNELS
         }
-    return {**found, "compilation_config": compilation} if compilation else found
+    return {**options, "compilation_config": compilation} if compilation else options
 
 
 def gpu_family() -> str:
     """Name the first GPU up to its number: "NVIDIA H100" of "NVIDIA H100 80GB HBM3"."""
-    names = [one.name for one in visible_memory()]
+    names = [gpu.name for gpu in visible_memory()]
     return family_of(names[0]) if names else "GPU"
 
 
@@ -260,8 +260,8 @@ def check_quantized(config: EngineConfig, shape: Mapping[str, Any]) -> None:
 
 def _refuse_any(kinds: Mapping[str, object], why: str) -> None:
     """Raise UsageError for the first of the `kinds` that the model is of."""
-    for kind, found in kinds.items():
-        if found:
+    for kind, is_of_kind in kinds.items():
+        if is_of_kind:
             raise UsageError(f"the model {kind}, {why}")
 
 

@@ -130,7 +130,7 @@ class ParameterPlacement:
         """Tensors that this rank's part of the model does not hold; another rank must."""
         self._parts = parts
         self._addresses = addresses
-        self._device = next((p.flat.device for found in parts.values() for p in found), "cpu")
+        self._device = next((p.flat.device for pieces in parts.values() for p in pieces), "cpu")
 
     @property
     def placeless(self) -> list[str]:
@@ -161,9 +161,9 @@ class ParameterPlacement:
             at += count
             for part in () if name in self.absent else self._parts[name]:
                 offsets, inside = part.locate(where)
-                found = what if inside is None else what[inside]
+                part_values = what if inside is None else what[inside]
                 if len(offsets):
-                    writes.append(PendingWrite(part.flat, offsets, found.to(part.flat.dtype)))
+                    writes.append(PendingWrite(part.flat, offsets, part_values.to(part.flat.dtype)))
         return writes
 
     def differing(self, name: str, tensor: Tensor) -> list[PendingWrite] | None:
@@ -175,8 +175,8 @@ class ParameterPlacement:
             return []
         if (parts := self._parts.get(name)) is None:
             return None
-        found = [(part.flat, *part.differing(tensor)) for part in parts]
-        return [PendingWrite(*one) for one in found if len(one[1])]
+        differences = [(part.flat, *part.differing(tensor)) for part in parts]
+        return [PendingWrite(*write) for write in differences if len(write[1])]
 
 
 def trace(
@@ -207,9 +207,9 @@ def trace(
             continue
         if any(target.shape != source.shape for target, source in recorder.copies):
             return f"tensor {name!r} has shape {list(tensor.shape)}, which the model does not want"
-        found = [_part(tensor, *copy) for copy in recorder.copies if copy[1].numel()]
-        if all(found):
-            parts[name] = [part for part in found if part]
+        traced = [_part(tensor, *copy) for copy in recorder.copies if copy[1].numel()]
+        if all(traced):
+            parts[name] = [part for part in traced if part]
     for name, parameter in parameters.items():
         if recorder.written.get(_address(parameter), 0) < parameter.numel():
             return f"what fills the parameter {name!r} is missing"

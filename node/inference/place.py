@@ -155,7 +155,7 @@ def environment_of(place: StagePlace) -> dict[str, str]:
     stages = place.plan.stages
     return {
         VARIABLE: base64.b64encode(encode_place(place)).decode(),
-        "VLLM_PP_LAYER_PARTITION": ",".join(str(one.end - one.first) for one in stages),
+        "VLLM_PP_LAYER_PARTITION": ",".join(str(stage.end - stage.first) for stage in stages),
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # its steps have another format
     }
 

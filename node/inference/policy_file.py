@@ -36,16 +36,16 @@ PINNED_SHARE = 0.5
 class PolicyFile:
     """Reader of one policy file; every method opens the files anew."""
 
-    def __init__(self, path: str, kept: "KeptBase | None" = None) -> None:
-        """Open a file that handover.py wrote. `kept`: base tensors that are already in memory."""
-        self.path, self._kept = path, kept
+    def __init__(self, path: str, base_tensors: "KeptBase | None" = None) -> None:
+        """Open a file that handover.py wrote. `base_tensors`: those that are already in memory."""
+        self.path, self._kept = path, base_tensors
         with safe_open(path, framework="pt") as reader:
-            told = (reader.metadata() or {}).get(ADAPTERS)
+            adapters = (reader.metadata() or {}).get(ADAPTERS)
         self._files, self._scale = [path], 0.0
-        self.adapted = told is not None
+        self.adapted = adapters is not None
         """Whether the file has adapters on a base."""
-        if told is not None:
-            base = json.loads(told)
+        if adapters is not None:
+            base = json.loads(adapters)
             self._scale = float(base["scale"])
             self._files = sorted(map(str, Path(base["directory"]).glob("*.safetensors")))
 
@@ -81,12 +81,12 @@ class PolicyFile:
     def _merged(self, device: torch.device, *, others: bool = True) -> Iterator[tuple[str, Tensor]]:
         adapters = self._adapters(device)
         names = [module + WEIGHT for module in adapters]
-        kept = {} if self._kept is None else self._kept.read(self._files, names)
+        bases = {} if self._kept is None else self._kept.read(self._files, names)
         scale = torch.full((1,), self._scale, dtype=torch.float64, device=device)
         for name, reader in self._readers():
             module = name.removesuffix(WEIGHT)
             if module in adapters:
-                weight, pair = kept.get(name), adapters[module]
+                weight, pair = bases.get(name), adapters[module]
                 if weight is None or pair is None:
                     weight = (reader.get_tensor(name) if weight is None else weight).to(device)
                 yield name, weight if pair is None else _add_product(weight, *pair, scale)
@@ -101,17 +101,17 @@ class PolicyFile:
         """
         path = Path(self.path)
         flat = torch.empty(path.stat().st_size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        found = read_flat(path, flat.numpy())
+        tensors = read_flat(path, flat.numpy())
         copy = flat.to(device, non_blocking=True)
 
         def tensor(name: str) -> Tensor:
-            dtype, shape, part = found[name]
+            dtype, shape, part = tensors[name]
             return copy[part].view(torch_dtype(dtype)).view(shape)
 
-        modules = [name.removesuffix(A) for name in found if name.endswith(A)]
+        modules = [name.removesuffix(A) for name in tensors if name.endswith(A)]
         return {
             module.removeprefix(PREFIX): (tensor(module + A), tensor(module + B))
-            if _has_bits(flat[found[module + B][2]])
+            if _has_bits(flat[tensors[module + B][2]])
             else None
             for module in modules
         }
@@ -160,13 +160,13 @@ class KeptBase:
                 memory.madvise(mmap.MADV_HUGEPAGE)
             flat = torch.frombuffer(memory, dtype=torch.uint8)
             starts = accumulate(sizes[:-1], initial=0)
-            kept = {
+            mapped_to = {
                 name: flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 for start, (name, tensor) in zip(starts, mapped.items(), strict=True)
             }
             with ThreadPoolExecutor(memory_threads()) as pool:  # pages are made as they are written
-                list(pool.map(Tensor.copy_, kept.values(), mapped.values()))
-        return kept if pin(flat) else {}
+                list(pool.map(Tensor.copy_, mapped_to.values(), mapped.values()))
+        return mapped_to if pin(flat) else {}
 
 
 def pin(flat: Tensor) -> bool:

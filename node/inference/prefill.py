@@ -81,14 +81,16 @@ def with_support(claims: Claims, support: NDArray[np.int32]) -> Claims:
 
 def join_claims(parts: Sequence[Claims]) -> Claims:
     """Join the claims of several texts, which have routes of one size and supports of any."""
-    support = stack_supports([(one["support"], len(one)) for one in parts], NO_SUPPORT)
+    support = stack_supports([(claims["support"], len(claims)) for claims in parts], NO_SUPPORT)
     if support is None:
         return np.concatenate(parts)
     return np.concatenate(
         [
-            with_support(one, rows)
-            for one, rows in zip(
-                parts, np.split(support, np.cumsum([len(one) for one in parts])[:-1]), strict=True
+            with_support(claims, rows)
+            for claims, rows in zip(
+                parts,
+                np.split(support, np.cumsum([len(claims) for claims in parts])[:-1]),
+                strict=True,
             )
         ]
     )

@@ -95,12 +95,12 @@ def draw(
     if compiles(logits):
         from .kernels import draw_on_gpu
 
-        drawn = SampledTokens(*draw_on_gpu(logits, temperature, seeds, positions))
+        sampled = SampledTokens(*draw_on_gpu(logits, temperature, seeds, positions))
     else:
-        drawn = draw_eager(logits, temperature, seeds, positions)
+        sampled = draw_eager(logits, temperature, seeds, positions)
     if narrowed is not None:
-        drawn = _draw_again(drawn, logits, temperature, seeds, positions, narrowed)
-    return drawn
+        sampled = _draw_again(sampled, logits, temperature, seeds, positions, narrowed)
+    return sampled
 
 
 def weigh(
@@ -133,7 +133,7 @@ def weigh(
         temperature, limits = torch.ones_like(temperature), None
     replayed: list[tuple[Tensor, Tensor]] = []
     # work for all rows at once is kept out of the loop, which would launch it for each part
-    found = torch.zeros(3, len(tokens), device=tokens.device)
+    measures = torch.zeros(3, len(tokens), device=tokens.device)
     least = torch.zeros(len(tokens), device=tokens.device)
     for start in range(0, len(tokens), at_once):
         rows = slice(start, start + at_once)
@@ -143,9 +143,9 @@ def weigh(
         narrowed = limits and limits.narrowed(rows, tokens.device)
         columns = temperature[rows], seeds[rows], positions[rows]
         best = draw(part, *columns, narrowed)
-        found[0, rows] = part.amax(-1).float() if greedy else best.scores
-        found[1, rows] = best.logsumexp
-        found[2, rows] = part.gather(1, tokens[rows, None])[:, 0]
+        measures[0, rows] = part.amax(-1).float() if greedy else best.scores
+        measures[1, rows] = best.logsumexp
+        measures[2, rows] = part.gather(1, tokens[rows, None])[:, 0]
         if narrowed is not None:
             # Waits for the device: honest work has few others, and they cost much more.
             other = narrowed.select(best.tokens[narrowed.rows] != tokens[rows][narrowed.rows])
@@ -155,7 +155,7 @@ def weigh(
                 heat, *places = (each[stated] for each in columns)
                 own = _best_of(part[stated], heat, places[0], places[1], claims[stated])
                 own[1] += 0 * best.logsumexp[stated]  # NaN where a logit is not a number
-                found[:2, stated + start] = own
+                measures[:2, stated + start] = own
                 apart = narrowed.select(_differs(claims[narrowed.rows], best, narrowed.rows))
                 least[apart.rows + start] = support_margins(
                     part, columns[0], tokens[rows], claims, apart
@@ -164,7 +164,7 @@ def weigh(
             if len(other.rows):
                 margins = narrowed_margins(part, *columns, tokens[rows], other)
                 replayed.append((other.rows + start, margins))
-    scores, sums, claimed = found
+    scores, sums, claimed = measures
     # the same operations as draw()
     scaled = claimed * temperature.reciprocal()
     claimed_scores = scaled if greedy else gumbel_at(seeds, positions, tokens) + scaled
@@ -183,9 +183,9 @@ def draw_eager(
     rows = max(1, chunk(logits.device) // logits.shape[-1])
     if len(logits) <= rows:
         return SampledTokens(*_draw(logits, temperature, seeds, positions))
-    columns = [one.split(rows) for one in (logits, temperature, seeds, positions)]
+    columns = [column.split(rows) for column in (logits, temperature, seeds, positions)]
     parts = [_draw(*part) for part in zip(*columns, strict=True)]
-    return SampledTokens(*(torch.cat(one) for one in zip(*parts, strict=True)))
+    return SampledTokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _draw(
@@ -201,7 +201,7 @@ def _draw(
 
 
 def _draw_again(
-    drawn: SampledTokens,
+    sampled: SampledTokens,
     logits: Tensor,
     temperature: Tensor,
     seeds: Tensor,
@@ -209,7 +209,13 @@ def _draw_again(
     narrowed: Narrowed,
 ) -> SampledTokens:
     """Draw the rows of `narrowed` again, from the tokens that their limits leave."""
-    columns = [drawn.tokens, drawn.logprobs, drawn.scores, drawn.logsumexp, drawn.logprobs]
+    columns = [
+        sampled.tokens,
+        sampled.logprobs,
+        sampled.scores,
+        sampled.logsumexp,
+        sampled.logprobs,
+    ]
     size = min(MAX_SUPPORT, logits.shape[-1])
     support = torch.full((len(logits), size), -1, dtype=torch.int32, device=logits.device)
     step = max(1, chunk(logits.device) // logits.shape[-1])
@@ -227,12 +233,12 @@ def _draw_again(
         sums = scaled.gather(1, tokens) - logprobs
         more = ~beyond[:, size:].all(1, keepdim=True)
         support[rows] = order[:, :size].masked_fill(beyond[:, :size] | more, -1).int()
-        left = ordered.masked_fill(beyond & ~more, -torch.inf).logsumexp(-1, keepdim=True)
-        over = scaled.gather(1, tokens) - left
-        found = (tokens, logprobs, noisy.gather(1, tokens), sums, over)
+        log_mass = ordered.masked_fill(beyond & ~more, -torch.inf).logsumexp(-1, keepdim=True)
+        over = scaled.gather(1, tokens) - log_mass
+        redrawn = (tokens, logprobs, noisy.gather(1, tokens), sums, over)
         columns = [
             old.index_copy(0, rows, new[:, 0].to(old.dtype))
-            for old, new in zip(columns, found, strict=True)
+            for old, new in zip(columns, redrawn, strict=True)
         ]
     return SampledTokens(*columns[:4], support=support, support_logprobs=columns[4])
 
@@ -268,10 +274,10 @@ def _best_of(
     return torch.stack([best, scaled.masked_fill(support < 0, -torch.inf).logsumexp(-1)])
 
 
-def _differs(claimed: Tensor, drawn: SampledTokens, rows: Tensor) -> Tensor:
+def _differs(claimed: Tensor, sampled: SampledTokens, rows: Tensor) -> Tensor:
     """Return whether the claimed supports [N, W] differ from those drawn at `rows`; no claim never does."""
-    assert drawn.support is not None  # its rows are limited
-    own = drawn.support[rows]
+    assert sampled.support is not None  # its rows are limited
+    own = sampled.support[rows]
     size = max(own.shape[1], claimed.shape[1])
     both = [
         torch.nn.functional.pad(ids.int(), (0, size - ids.shape[1]), value=-1).sort(-1).values
@@ -290,14 +296,14 @@ def support_margins(
     or more than MAX_SUPPORT tokens, if it is -1 alone. Logits are as in draw(), of all rows.
     """
     step = max(1, min(chunk(logits.device), REPLAYED) // logits.shape[-1])
-    found = [logits.new_empty(0, dtype=torch.float32)]
+    margins = [logits.new_empty(0, dtype=torch.float32)]
     for first in range(0, len(narrowed.rows), step):
         part = slice(first, first + step)
         rows = narrowed.rows[part]
         scaled = logits[rows].float() * temperature[rows].reciprocal()[:, None]
         limits = narrowed.top_k[part], narrowed.top_p[part]
-        found.append(_support_margins(scaled, tokens[rows, None], support[rows], *limits))
-    return torch.cat(found)
+        margins.append(_support_margins(scaled, tokens[rows, None], support[rows], *limits))
+    return torch.cat(margins)
 
 
 def _support_margins(
@@ -365,7 +371,7 @@ def narrowed_margins(
     costs an honest draw no more at the edge of the limits than elsewhere. Other arguments are as in weigh().
     """
     step = max(1, min(chunk(logits.device), REPLAYED) // logits.shape[-1])
-    found: list[Tensor] = []
+    margins: list[Tensor] = []
     for first in range(0, len(narrowed.rows), step):
         part = slice(first, first + step)
         rows = narrowed.rows[part]
@@ -374,8 +380,8 @@ def narrowed_margins(
         replay = _NarrowedReplay(
             scaled, noisy, tokens[rows, None], narrowed.top_k[part], narrowed.top_p[part]
         )
-        found.append(replay.margins())
-    return torch.cat(found)
+        margins.append(replay.margins())
+    return torch.cat(margins)
 
 
 class _NarrowedReplay:

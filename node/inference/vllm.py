@@ -126,9 +126,9 @@ class VllmMeter:
             if drafts := getattr(outputs.scheduler_stats, "spec_decoding_stats", None):
                 self._drafted_tokens += drafts.num_draft_tokens
                 self._accepted_tokens += drafts.num_accepted_tokens
-        for one in outputs.outputs:
-            self._generated_tokens += len(one.new_token_ids)
-            for event in one.events or ():
+        for output in outputs.outputs:
+            self._generated_tokens += len(output.new_token_ids)
+            for event in output.events or ():
                 if event.type == self._preempted and not self._was_paused(event.timestamp):
                     self._preemptions += 1
 
@@ -158,13 +158,13 @@ class VllmMeter:
 
     def stats(self) -> EngineStats:
         """Return the load, as far as it is known."""
-        found = self._scheduler if self.pending else None  # stale when idle
-        running = int(getattr(found, "num_running_reqs", 0))
-        skipped = int(getattr(found, "num_skipped_waiting_reqs", 0))
+        scheduler = self._scheduler if self.pending else None  # stale when idle
+        running = int(getattr(scheduler, "num_running_reqs", 0))
+        skipped = int(getattr(scheduler, "num_skipped_waiting_reqs", 0))
         return EngineStats(
             running=min(running, self.pending),
-            waiting=int(getattr(found, "num_waiting_reqs", 0)) + skipped,
-            kv_use=float(getattr(found, "kv_cache_usage", 0.0)),
+            waiting=int(getattr(scheduler, "num_waiting_reqs", 0)) + skipped,
+            kv_use=float(getattr(scheduler, "kv_cache_usage", 0.0)),
             kv_tokens=self._kv_tokens,
             preemptions=self._preemptions,
             prompt_tokens=self._prompt_tokens,
@@ -268,7 +268,7 @@ class CompletionCollector:
         missing = [[key, count] for key, count in wanted.items() if key not in self._came]
         answer = await self._ask(missing, forgotten)
         del self._forgotten[: len(forgotten)]
-        self._came |= {one[0]: one for one in answer if one[0] in self._wanted}
+        self._came |= {row[0]: row for row in answer if row[0] in self._wanted}
 
     def _made(self, came: list[Any], tokens: int) -> CollectedTokens:
         _, rows, spans, lost, support, *crossed = came
@@ -436,20 +436,20 @@ class VllmCore:
             collector.forget(key)
             return None
         token_ids = list(output.token_ids)
-        drawn = await collector.collect(key, len(token_ids))
-        if drawn.lost and self._config.keep_kv_cache:
+        record = await collector.collect(key, len(token_ids))
+        if record.lost and self._config.keep_kv_cache:
             return None
         return Completion(
             token_ids=token_ids,
-            logprobs=drawn.logprobs,
+            logprobs=record.logprobs,
             finish=output.finish_reason,
-            policy_first=drawn.spans[0][1],
-            policy_last=drawn.spans[-1][1],
-            spans=drawn.spans if len(drawn.spans) > 1 else (),
-            proof=drawn.proof,
-            boundaries=drawn.boundaries,
-            routes=drawn.routes,
-            support=drawn.support,
+            policy_first=record.spans[0][1],
+            policy_last=record.spans[-1][1],
+            spans=record.spans if len(record.spans) > 1 else (),
+            proof=record.proof,
+            boundaries=record.boundaries,
+            routes=record.routes,
+            support=record.support,
         )
 
     async def _drawn_once(self, request: GenerateRequest, key: int) -> Any:
@@ -479,18 +479,18 @@ class VllmCore:
         self._reading += 1
         try:
             async with asyncio.TaskGroup() as tasks, self._gathering(len(requests)):
-                for key, one in zip(keys, requests, strict=True):
-                    tasks.create_task(self._read(key, one))
+                for key, request in zip(keys, requests, strict=True):
+                    tasks.create_task(self._read(key, request))
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         finally:  # also when cancelled: the worker forgets them
             self._reading -= 1
             answers = asyncio.ensure_future(self._rpc("primerl_rows", keys))
             await asyncio.shield(answers)
-        found = {key: rows for answer in answers.result() for key, rows in answer}
-        if missing := set(keys) - found.keys():
+        rows_of = {key: rows for answer in answers.result() for key, rows in answer}
+        if missing := set(keys) - rows_of.keys():
             raise self._lost(f"did not measure {len(missing)} texts that it has read")
-        return [found[key] for key in keys]
+        return [rows_of[key] for key in keys]
 
     async def _install_reader(self) -> None:
         """Make the workers measure prompts, once, at the first text."""
@@ -506,10 +506,13 @@ class VllmCore:
     async def _read(self, key: int, request: PrefillRequest) -> None:
         """Make vLLM read one text. The token that it draws after the text is discarded."""
         ids = request.token_ids
-        asked = GenerateRequest(tuple(ids), 1, request.temperature, 0, ())
+        request_of_one = GenerateRequest(tuple(ids), 1, request.temperature, 0, ())
         limits = (request.temperature, request.top_k, request.top_p)
         await self._drawn(
-            asked, key, {PREFILL: [key, *limits, request.claims, request.width]}, request.salt
+            request_of_one,
+            key,
+            {PREFILL: [key, *limits, request.claims, request.width]},
+            request.salt,
         )
 
     def stats(self) -> EngineStats:

@@ -180,8 +180,8 @@ class ApiServer:
 
     async def _versions(self, reply: Reply) -> tuple[int, int] | None:
         """Return the first and last policy version of the tokens drawn so far; None without tokens."""
-        found = [version for spans in await self._spans(reply.keys) for version in spans]
-        return (min(found), max(found)) if found else None
+        versions = [version for spans in await self._spans(reply.keys) for version in spans]
+        return (min(versions), max(versions)) if versions else None
 
 
 class Stamp:
@@ -222,34 +222,36 @@ class Stamp:
         """Send an answer in one piece."""
         head, body = self._head, self._body
         assert head is not None  # ASGI: the head comes first
-        found = await self._versions() if head["status"] == 200 else None
-        if found is not None:
-            first, last = found
-            _set_header(head, VERSION_HEADER, b"%d" % first if first == last else b"%d-%d" % found)
-            body = _add_versions(body, found)
+        versions = await self._versions() if head["status"] == 200 else None
+        if versions is not None:
+            first, last = versions
+            _set_header(
+                head, VERSION_HEADER, b"%d" % first if first == last else b"%d-%d" % versions
+            )
+            body = _add_versions(body, versions)
         _set_header(head, b"content-length", b"%d" % len(body))
         await self._send(head)
         await self._send({"type": "http.response.body", "body": body})
 
     async def _stamp_events(self, body: bytes) -> bytes:
-        found = await self._versions()
-        if found is None:
+        versions = await self._versions()
+        if versions is None:
             return body
         lines = body.split(b"\n")
         for number, line in enumerate(lines):
             if line.startswith(b"data: {") and ENDS_CHOICE.search(line):
-                lines[number] = b"data: " + _add_versions(line[6:], found)
+                lines[number] = b"data: " + _add_versions(line[6:], versions)
         return b"\n".join(lines)
 
 
-def _add_versions(body: bytes, found: tuple[int, int]) -> bytes:
+def _add_versions(body: bytes, versions: tuple[int, int]) -> bytes:
     try:
-        told = msgspec.json.decode(body)
+        answer = msgspec.json.decode(body)
     except ValueError:
         return body
-    if isinstance(told, dict):
-        told["policy_version"] = {"first": found[0], "last": found[1]}
-        return msgspec.json.encode(told)
+    if isinstance(answer, dict):
+        answer["policy_version"] = {"first": versions[0], "last": versions[1]}
+        return msgspec.json.encode(answer)
     return body
 
 
@@ -258,8 +260,8 @@ def _header(message: Message, name: bytes) -> bytes:
 
 
 def _set_header(message: Message, name: bytes, value: bytes) -> None:
-    kept = [pair for pair in message.get("headers", ()) if pair[0].lower() != name]
-    message["headers"] = [*kept, (name, value)]
+    others = [pair for pair in message.get("headers", ()) if pair[0].lower() != name]
+    message["headers"] = [*others, (name, value)]
 
 
 async def _build_app(llm: Any, options: ApiOptions) -> Any:

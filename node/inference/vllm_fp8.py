@@ -63,10 +63,10 @@ class RowFp8LinearMethod(_Method):
             return nn.functional.linear(x, weight, bias)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         codes, scales = ops.scaled_fp8_quant(rows, use_per_token_if_dynamic=True)
-        found = ops.cutlass_scaled_mm(
+        product = ops.cutlass_scaled_mm(
             codes, layer.weight.t(), scales, layer.weight_scale, x.dtype, bias
         )
-        return found.view(*x.shape[:-1], -1)
+        return product.view(*x.shape[:-1], -1)
 
 
 class Fp8Config(_Config):

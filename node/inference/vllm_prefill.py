@@ -130,10 +130,10 @@ class PromptReader:
         steps = enumerate(self._copies, start=1)
         # later steps are left out: the device is still busy with them
         self._settle(max((at for at, copy in steps if copy.has(wanted)), default=0))
-        for name in [name for name, one in self._reading.items() if one.key in wanted]:
+        for name in [name for name, reading in self._reading.items() if reading.key in wanted]:
             del self._reading[name]  # it was abandoned
-        found = [self._read.pop(key) for key in keys if key in self._read]
-        return [[one.key, one.rows.tobytes()] for one in found] if self.collecting else []
+        texts = [self._read.pop(key) for key in keys if key in self._read]
+        return [[text.key, text.rows.tobytes()] for text in texts] if self.collecting else []
 
     def _execute_model(self, scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
         for ended in scheduler_output.finished_req_ids:
@@ -161,29 +161,29 @@ class PromptReader:
             return
         rows = np.concatenate([part.rows for part in parts])
         hidden = state.hidden_states.index_select(0, upload_array(rows, self._runner.device))
-        found = torch.zeros(len(rows), COLUMNS, device=self._runner.device)
-        found[:, PROJECTED:] = self._projection(hidden)[:, 1:]
+        measures = torch.zeros(len(rows), COLUMNS, device=self._runner.device)
+        measures[:, PROJECTED:] = self._projection(hidden)[:, 1:]
         claims = join_claims([part.text.claims[part.claims] for part in parts])
-        drawn = np.flatnonzero(claims["drawn"])
-        if len(drawn):
-            at = upload_array(drawn, self._runner.device)
+        sampled = np.flatnonzero(claims["drawn"])
+        if len(sampled):
+            at = upload_array(sampled, self._runner.device)
             counts = [len(part.claims) for part in parts]
             texts = [part.text for part in parts]
-            warm = np.repeat(np.array([one.temperature for one in texts], np.float32), counts)
+            warm = np.repeat(np.array([text.temperature for text in texts], np.float32), counts)
             limits = Limits(
-                np.repeat(np.array([one.top_k for one in texts], np.int64), counts)[drawn],
-                np.repeat(np.array([one.top_p for one in texts], np.float32), counts)[drawn],
+                np.repeat(np.array([text.top_k for text in texts], np.int64), counts)[sampled],
+                np.repeat(np.array([text.top_p for text in texts], np.float32), counts)[sampled],
             )
-            weighed = self._weighed(hidden[at], claims[drawn], warm[drawn], limits)
-            found[:, :ROUTING].index_copy_(0, at, weighed.T)
+            weighed = self._weighed(hidden[at], claims[sampled], warm[sampled], limits)
+            measures[:, :ROUTING].index_copy_(0, at, weighed.T)
         routed = np.flatnonzero(claims["routed"])
         if len(routed) and self.collecting:
             at = upload_array(routed, self._runner.device)
             compared = self._compared(rows[routed], claims[routed])
-            found[:, ROUTING:PROJECTED].index_copy_(0, at, compared)
+            measures[:, ROUTING:PROJECTED].index_copy_(0, at, compared)
         self._settle(len(self._copies))
         if self.collecting:
-            host = download(found)
+            host = download(measures)
             self._copies.append(_Copy(parts, host, Mark(self._runner.device)))
 
     def _parts(self, state: Any) -> list[_Part]:
@@ -211,9 +211,9 @@ class PromptReader:
         support = np.ascontiguousarray(claims["support"])
 
         def logits(rows: slice) -> Tensor | None:
-            found = self._runner.model.compute_logits(led[rows])
+            values = self._runner.model.compute_logits(led[rows])
             # V1's sampler gets fp32, V2's the model's dtype; vLLM gathers the logits on one rank
-            return found if found is None or self._second else found.float()
+            return values if values is None or self._second else values.float()
 
         greedy = not temperatures.any()  # all texts are of one run
         return weigh(
@@ -234,7 +234,7 @@ class PromptReader:
             raise RuntimeError("a route is claimed where none are measured")
         buffer, shape = self._routes
         claimed = unpack_routes(claims["routes"].tobytes(), shape)
-        at, routes = (upload_array(one, self._runner.device) for one in (rows, claimed))
+        at, routes = (upload_array(array, self._runner.device) for array in (rows, claimed))
         return buffer.compare(at, routes, shape)
 
     def _settle(self, steps: int) -> None:
@@ -257,13 +257,13 @@ def step_rows(runner: Any, state: Any) -> list[StepRows]:
         starts, before = batch.query_start_loc_np, batch.num_computed_tokens_np
         counts = batch.num_scheduled_tokens
         return [
-            StepRows(one, int(starts[row]), int(before[row]), int(counts[row]))
-            for row, one in enumerate(batch.req_ids[: batch.num_reqs])
+            StepRows(request_id, int(starts[row]), int(before[row]), int(counts[row]))
+            for row, request_id in enumerate(batch.req_ids[: batch.num_reqs])
         ]
     batch = runner.input_batch
     starts, before = runner.query_start_loc.np, batch.num_computed_tokens_cpu
     scheduled = state.scheduler_output.num_scheduled_tokens
     return [
-        StepRows(one, int(starts[row]), int(before[row]), int(scheduled[one]))
-        for row, one in enumerate(batch.req_ids[: batch.num_reqs])
+        StepRows(request_id, int(starts[row]), int(before[row]), int(scheduled[request_id]))
+        for row, request_id in enumerate(batch.req_ids[: batch.num_reqs])
     ]

@@ -137,11 +137,11 @@ class RequestSlots:
 
     def groups_of(self, slots: Ints) -> list[list[int]]:
         """Return the indices of the requests `slots` that are in a group of several, by group, oldest first."""
-        found: dict[bytes, list[int]] = {}
+        members_of: dict[bytes, list[int]] = {}
         for at in np.argsort(self.keys[slots]).tolist():
             if group := self.groups[int(slots[at])]:
-                found.setdefault(group, []).append(at)
-        return [members for members in found.values() if len(members) > 1]
+                members_of.setdefault(group, []).append(at)
+        return [members for members in members_of.values() if len(members) > 1]
 
     def stamp(self, slots: Ints, rows: Ints, version: int) -> None:
         """Begin a span for each request whose token at `rows` is its first under `version`."""
@@ -316,11 +316,11 @@ class RouteBuffer:
 
         return take
 
-    def _put(self, held: Tensor | None, layer: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        if held is None or held.shape[1] < len(rows):
-            held = rows.new_zeros((self.layers, *rows.shape), dtype=dtype)
-        held[layer, : len(rows)] = rows
-        return held
+    def _put(self, buffer: Tensor | None, layer: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if buffer is None or buffer.shape[1] < len(rows):
+            buffer = rows.new_zeros((self.layers, *rows.shape), dtype=dtype)
+        buffer[layer, : len(rows)] = rows
+        return buffer
 
     def read(self, places: Tensor, shape: RouteShape) -> Tensor:
         """Return the routes of the tokens at `places` [n] as they travel.
@@ -328,9 +328,9 @@ class RouteBuffer:
         The result holds their bits as fp32 numbers [n, route_columns()]. Raises RuntimeError if the routers of
         the model have another shape.
         """
-        found = self._told(shape).index_select(1, places).transpose(0, 1).flatten(1)
-        found = found.to(torch.uint8) if shape.dtype == "<u1" else found.contiguous()
-        raw = found.view(torch.uint8)
+        chosen = self._told(shape).index_select(1, places).transpose(0, 1).flatten(1)
+        chosen = chosen.to(torch.uint8) if shape.dtype == "<u1" else chosen.contiguous()
+        raw = chosen.view(torch.uint8)
         missing = 4 * route_columns(shape) - raw.shape[1]
         return torch.nn.functional.pad(raw, (0, missing)).contiguous().view(torch.float32)
 
@@ -342,7 +342,7 @@ class RouteBuffer:
         chosen, logits = self._told(shape), self._logits
         if logits is None or logits.shape[2] != shape.experts:
             raise RuntimeError(f"vLLM's routers do not tell their logits: {_USE}")
-        found = [
+        off = [
             off_route(
                 ranked(logits[layer, places], router),
                 chosen[layer, places].long(),
@@ -350,13 +350,13 @@ class RouteBuffer:
             )
             for layer, router in enumerate(self._routers[: shape.layers])
         ]
-        return off_routes(*zip(*found, strict=True), top_k=shape.top_k)
+        return off_routes(*zip(*off, strict=True), top_k=shape.top_k)
 
     def _told(self, shape: RouteShape) -> Tensor:
-        held = self._chosen
-        if held is None or len(held) < shape.layers or held.shape[2] != shape.top_k:
+        chosen = self._chosen
+        if chosen is None or len(chosen) < shape.layers or chosen.shape[2] != shape.top_k:
             raise RuntimeError(f"vLLM's routers do not report their choices: {_USE}")
-        return held[: shape.layers]
+        return chosen[: shape.layers]
 
 
 class Recorder:
@@ -421,8 +421,8 @@ class Recorder:
         """Run a step's computations once, so that compilation happens now."""
         with torch.inference_mode():
             numbers = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
-            drawn = draw(logits, numbers.float() + 1, numbers, numbers)
-            self._project(hidden, drawn.logprobs)
+            sampled = draw(logits, numbers.float() + 1, numbers, numbers)
+            self._project(hidden, sampled.logprobs)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -476,13 +476,13 @@ class Recorder:
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the tokens [n] int64 of the batch from `logits` [n, vocabulary], without waiting."""
-        batch, step, drawn = self._drawn(logits)
+        batch, step, sampled = self._drawn(logits)
         if not step.first.all():
             raise RuntimeError(f"vLLM sampled drafts as if there were none: {_USE}")
         self._ended = step, 1
         with torch.inference_mode():
-            self._keep(batch, step, drawn)
-        return drawn.tokens
+            self._keep(batch, step, sampled)
+        return sampled.tokens
 
     def verify(self, logits: Tensor, rows: Tensor, drafts: Tensor) -> Tensor:
         """Draw for every row of `logits` [n, vocabulary], and accept the drafts that were drawn.
@@ -492,24 +492,26 @@ class Recorder:
         tokens [requests, 1 + most drafts of one] int32: those of each request up to the first that differs from
         its draft, or up to the limit of its group, then -1. Only these are recorded, by end().
         """
-        batch, step, drawn = self._drawn(logits)
+        batch, step, sampled = self._drawn(logits)
         with torch.inference_mode():
             layout = self._layout(batch, step)
-            wrong = torch.zeros_like(drawn.tokens)
-            wrong[rows] = (drawn.tokens[rows] != drafts).long()
+            wrong = torch.zeros_like(sampled.tokens)
+            wrong[rows] = (sampled.tokens[rows] != drafts).long()
             counts = layout.accepted(wrong, batch.positions)
-            told = torch.full(
+            accepted_tokens = torch.full(
                 (len(counts), 1 + int(step.drafts.max())),
                 -1,
                 dtype=torch.int32,
                 device=self._device,
             )
             is_accepted = layout.drafts < counts[layout.requests]
-            told[layout.requests, layout.drafts] = drawn.tokens.where(is_accepted, -1).int()
+            accepted_tokens[layout.requests, layout.drafts] = sampled.tokens.where(
+                is_accepted, -1
+            ).int()
             self._ended = step, counts
-            there, copies = download(counts), self._copied(batch, step, drawn)
+            there, copies = download(counts), self._copied(batch, step, sampled)
             self._verified = VerifiedStep(batch, step, there, copies, Mark(self._device))
-        return told
+        return accepted_tokens
 
     def draft(self, logits: Tensor) -> Tensor:
         """Draw a draft [requests] int64 for each request from a drafter's `logits`, without waiting.
@@ -521,11 +523,11 @@ class Recorder:
         if drafting is not None:
             drafting.positions.add_(1)
         elif ended is not None:
-            step, drawn = ended
+            step, counts = ended
             first = np.flatnonzero(step.first)
             ids = [step.ids[row] for row in first.tolist()]
             drafting = self._drafting = self._new_batch(ids, step.positions[first])
-            drafting.positions.add_(drawn)
+            drafting.positions.add_(counts)
         if drafting is None or len(logits) != len(drafting.ids):
             raise RuntimeError(f"vLLM drafts for other requests than it computed: {_USE}")
         with torch.inference_mode():
@@ -546,11 +548,11 @@ class Recorder:
         request = np.cumsum(step.first) - 1
         groups = self._slots.groups_of(batch.slots[drawing])
         most = max(map(len, groups), default=0)
-        members = [request[drawing[one]] for group in groups for one in group]
+        members = [request[drawing[member]] for group in groups for member in group]
         places = [most * row + at for row, group in enumerate(groups) for at in range(len(group))]
         prompts = self._slots.prompts[batch.slots[first]]
         columns = [request, step.drafts, first, prompts, members, places]
-        sizes = [len(one) for one in columns]
+        sizes = [len(column) for column in columns]
         parts = upload_array(np.concatenate(columns).astype(np.int64), self._device).split(sizes)
         layout = DraftLayout(*parts, table=(len(groups), most))
         batch.layout = layout if step.sampling.all() else None
@@ -562,8 +564,8 @@ class Recorder:
             raise RuntimeError(f"vLLM sampled other rows than it computed: {_USE}")
         self._step = None
         with torch.inference_mode():
-            drawn = draw(logits, batch.temperatures, batch.seeds, batch.positions, batch.narrowed)
-        return batch, step, drawn
+            sampled = draw(logits, batch.temperatures, batch.seeds, batch.positions, batch.narrowed)
+        return batch, step, sampled
 
     def end(self) -> None:
         """End the batch; waits for what verify() has accepted.
@@ -578,8 +580,8 @@ class Recorder:
         verified.mark.wait()  # vLLM has waited for its tokens, too
         step = verified.step
         accepted = step.drafts < verified.counts.numpy()[np.cumsum(step.first) - 1]
-        kept = step._replace(sampling=step.sampling & accepted)
-        self._record(verified.batch, kept, verified.copies, verified.mark)
+        accepted_step = step._replace(sampling=step.sampling & accepted)
+        self._record(verified.batch, accepted_step, verified.copies, verified.mark)
 
     def _new_batch(self, ids: list[str], lengths: Ints) -> StepRequests:
         slots = self._slots
@@ -587,7 +589,7 @@ class Recorder:
             raise RuntimeError(
                 "vLLM computes a request that is not this node's: restart the engine"
             )
-        where = np.fromiter((slots.of[one] for one in ids), np.int64, len(ids))
+        where = np.fromiter((slots.of[request_id] for request_id in ids), np.int64, len(ids))
         columns = np.stack([slots.seeds[where], lengths, slots.temperatures[where].view(np.int64)])
         seeds, positions, temperatures = upload_array(columns, self._device)
         return StepRequests(
@@ -616,22 +618,22 @@ class Recorder:
         supported = self._slots.supported[where]
         return upload_array(supported, self._device) if supported.any() else None
 
-    def _keep(self, batch: StepRequests, step: SampledStep, drawn: SampledTokens) -> None:
+    def _keep(self, batch: StepRequests, step: SampledStep, sampled: SampledTokens) -> None:
         """Keep the records of a step without drafts."""
-        self._record(batch, step, self._copied(batch, step, drawn), Mark(self._device))
+        self._record(batch, step, self._copied(batch, step, sampled), Mark(self._device))
 
     def _copied(
-        self, batch: StepRequests, step: SampledStep, drawn: SampledTokens
+        self, batch: StepRequests, step: SampledStep, sampled: SampledTokens
     ) -> StepCopies | None:
         """Begin to copy the records of a step's rows to the host; None if nothing is collected here."""
         if not self.collecting or not step.sampling.any():
             return None
-        logprobs, supports = drawn.logprobs, None
+        logprobs, supports = sampled.logprobs, None
         if batch.supported is not None:
-            assert drawn.support is not None  # only limited rows record supports
-            assert drawn.support_logprobs is not None
-            logprobs = drawn.support_logprobs.where(batch.supported, logprobs)
-            supports = download(torch.cat([drawn.tokens[:, None].int(), drawn.support], 1))
+            assert sampled.support is not None  # only limited rows record supports
+            assert sampled.support_logprobs is not None
+            logprobs = sampled.support_logprobs.where(batch.supported, logprobs)
+            supports = download(torch.cat([sampled.tokens[:, None].int(), sampled.support], 1))
         columns = self._with_routes(self._project(step.hidden, logprobs), step)
         buffer = self._buffer(len(columns))
         buffer[: len(columns)].copy_(columns, non_blocking=True)
@@ -669,8 +671,8 @@ class Recorder:
             return columns
         if step.places is None:
             raise RuntimeError(f"vLLM does not say where the rows of a step are: {_USE}")
-        held, shape = self._routes
-        routes = held.read(upload_array(step.places, self._device), shape)
+        buffer, shape = self._routes
+        routes = buffer.read(upload_array(step.places, self._device), shape)
         return torch.cat([columns, routes], 1)
 
     # -- finished copies ---------------------------------------------------------------------------
@@ -702,10 +704,12 @@ class Recorder:
 
     def _file_supports(self, supports: NDArray[np.int32], where: Ints, rows: Ints) -> None:
         """File StepCopies.supports packed: most supports are a few tokens of MAX_SUPPORT."""
-        asked = np.flatnonzero(self._slots.supported[where])
-        packed = pack_support(supports[asked, 1:], supports[asked, 0].tolist())
-        parts = split_support(packed, len(asked))
-        for slot, row, part in zip(where[asked].tolist(), rows[asked].tolist(), parts, strict=True):
+        limited = np.flatnonzero(self._slots.supported[where])
+        packed = pack_support(supports[limited, 1:], supports[limited, 0].tolist())
+        parts = split_support(packed, len(limited))
+        for slot, row, part in zip(
+            where[limited].tolist(), rows[limited].tolist(), parts, strict=True
+        ):
             self._slots.supports[slot][row] = part
 
     def _grow(self) -> None:
@@ -721,14 +725,14 @@ class Recorder:
     def versions(self, keys: Sequence[int]) -> list[list[int]]:
         """Return the policy versions that have drawn tokens for each of the requests `keys`."""
         slots = self._slots
-        found = [slots.of[slots.ids[key]] for key in keys if key in slots.ids]
-        return [[version for _, version in slots.spans[slot]] for slot in found]
+        slots_of = [slots.of[slots.ids[key]] for key in keys if key in slots.ids]
+        return [[version for _, version in slots.spans[slot]] for slot in slots_of]
 
     def undrawn(self, keys: Sequence[int]) -> list[int]:
         """Return those of the requests `keys` for which no token was drawn yet."""
         slots = self._slots
-        found = ((key, slots.of.get(slots.ids.get(key, ""))) for key in keys)
-        return [key for key, slot in found if slot is None or not slots.drawn[slot]]
+        slots_of = ((key, slots.of.get(slots.ids.get(key, ""))) for key in keys)
+        return [key for key, slot in slots_of if slot is None or not slots.drawn[slot]]
 
     def collect(self, wanted: Sequence[Sequence[int]], forget: Sequence[int]) -> list[list[Any]]:
         """Return the records of the requests `wanted` [[key, tokens], ...] that have arrived.
@@ -849,9 +853,11 @@ class Hooks:
                 self._served.add(new.req_id)
         cached = scheduler_output.scheduled_cached_reqs
         if cached.resumed_req_ids:
-            for one, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-                if one in cached.resumed_req_ids:
-                    self._recording.resume(one, computed)
+            for request_id, computed in zip(
+                cached.req_ids, cached.num_computed_tokens, strict=True
+            ):
+                if request_id in cached.resumed_req_ids:
+                    self._recording.resume(request_id, computed)
         return self._execute(scheduler_output, *arguments, **named)
 
     def _wrapped_tokens(self, *arguments: Any, **named: Any) -> Any:
@@ -889,8 +895,8 @@ class Hooks:
             metadata = arguments[0] if arguments else named["sampling_metadata"]
             logits = _scaled(logits, metadata)
             tokens = self._recording.draw(logits)
-            told = metadata.max_num_logprobs is not None
-            return tokens, torch.log_softmax(logits, -1) if told else None
+            wants_logprobs = metadata.max_num_logprobs is not None
+            return tokens, torch.log_softmax(logits, -1) if wants_logprobs else None
 
     def _verified(self, drafts: Any, probabilities: Any, logits: Tensor, metadata: Any) -> Any:
         """Replace vLLM's RejectionSampler.forward(); `drafts` is its SpecDecodeMetadata."""
@@ -903,22 +909,27 @@ class Hooks:
             )
         with torch.inference_mode():
             judge, sampler = self._runner.rejection_sampler, self._runner.sampler
-            made = torch.empty_like(logits, dtype=torch.float32)
-            made[rows] = judge.apply_logits_processors(logits[rows].float(), metadata, drafts)
-            made[last] = sampler.apply_logits_processors(
+            processed = torch.empty_like(logits, dtype=torch.float32)
+            processed[rows] = judge.apply_logits_processors(logits[rows].float(), metadata, drafts)
+            processed[last] = sampler.apply_logits_processors(
                 logits[last].float(), metadata, predict_bonus_token=True
             )
             if metadata.temperature is not None:
                 counts = upload_array(np.array(drafts.num_draft_tokens) + 1, logits.device)
                 each = metadata.temperature.repeat_interleave(counts, output_size=len(logits))
-                made *= _factor(each)
-            tokens = self._recording.verify(made, rows, drafts.draft_token_ids)
+                processed *= _factor(each)
+            tokens = self._recording.verify(processed, rows, drafts.draft_token_ids)
             if metadata.max_num_logprobs is None:
                 return VerifiedTokens(tokens, None)
-            told = judge._get_logprobs_tensors(
-                metadata.max_num_logprobs, drafts, made, made[rows], made[last], tokens
+            logprobs = judge._get_logprobs_tensors(
+                metadata.max_num_logprobs,
+                drafts,
+                processed,
+                processed[rows],
+                processed[last],
+                tokens,
             )
-            return VerifiedTokens(tokens, told)
+            return VerifiedTokens(tokens, logprobs)
 
     def _drafted(self, hidden: Tensor, metadata: Any) -> tuple[Tensor, None]:
         """Replace the choice of a draft of each request by a drafter that is a model.
@@ -957,12 +968,14 @@ def read_step(runner: Any, state: Any) -> SampledStep:
     count = batch.num_reqs
     ids = list(batch.req_ids[:count])
     scheduled = state.scheduler_output.num_scheduled_tokens
-    positions = np.fromiter((scheduled[one] for one in ids), np.int64, count)
+    positions = np.fromiter((scheduled[request_id] for request_id in ids), np.int64, count)
     positions += batch.num_computed_tokens_cpu[:count]
     sampling = ~runner.discard_request_mask.np[:count]
     drafts = np.zeros(count, np.int64)
     if drafted := drafts_of(runner) and state.scheduler_output.scheduled_spec_decode_tokens:
-        last = np.fromiter((len(drafted.get(one, ())) for one in ids), np.int64, count)
+        last = np.fromiter(
+            (len(drafted.get(request_id, ())) for request_id in ids), np.int64, count
+        )
         rows = np.repeat(np.arange(count), last + 1)
         drafts = np.arange(len(rows)) - np.repeat(np.cumsum(last + 1) - last - 1, last + 1)
         ids = [ids[row] for row in rows.tolist()]
@@ -976,7 +989,7 @@ def sampled_places(runner: Any, state: Any, step: SampledStep) -> Ints:
         return state.input_batch.query_start_loc_np[1 : len(step.ids) + 1].astype(np.int64) - 1
     batch, first = runner.input_batch, step.first
     scheduled = state.scheduler_output.num_scheduled_tokens
-    ends = np.cumsum([scheduled[one] for one in batch.req_ids[: batch.num_reqs]])
+    ends = np.cumsum([scheduled[request_id] for request_id in batch.req_ids[: batch.num_reqs]])
     request = np.cumsum(first) - 1
     last = np.maximum.reduceat(step.drafts, np.flatnonzero(first))
     return ends[request] - 1 - last[request] + step.drafts
@@ -1002,7 +1015,7 @@ def equal_drafts(propose: Callable[..., list[list[int]]], count: int) -> Callabl
     """
 
     def padded(*arguments: Any, **named: Any) -> list[list[int]]:
-        return [one + [0] * (count - len(one)) for one in propose(*arguments, **named)]
+        return [drafts + [0] * (count - len(drafts)) for drafts in propose(*arguments, **named)]
 
     return padded
 

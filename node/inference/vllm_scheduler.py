@@ -32,14 +32,14 @@ def keep_cache(manager: Any) -> None:
     find, serial = manager.get_computed_blocks, itertools.count()
 
     def find_own(request: Any) -> Any:
-        found = find(request)
+        blocks = find(request)
         had = (request.num_tokens - 1) // KV_BLOCK * KV_BLOCK
-        if request.num_preemptions and found[1] < had:
+        if request.num_preemptions and blocks[1] < had:
             request.cache_salt = f"{request.cache_salt}/lost {next(serial)}"
             request.block_hashes.clear()
             request.update_block_hashes()
-            found = find(request)
-        return found
+            blocks = find(request)
+        return blocks
 
     manager.get_computed_blocks = find_own
     manager.reset_prefix_cache = lambda: True

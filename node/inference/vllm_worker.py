@@ -116,10 +116,10 @@ def _plain_experts(
         both = torch.nn.functional.linear(hidden_states[rows], w1[expert])
         inner = both.new_empty(len(both), both.shape[1] // 2)
         experts.activation(activation, inner, both)
-        found = torch.nn.functional.linear(inner, w2[expert]).float()
+        outputs = torch.nn.functional.linear(inner, w2[expert]).float()
         if not apply_router_weight_on_input:
-            found *= topk_weights[rows, place, None]
-        total.index_add_(0, rows, found)
+            outputs *= topk_weights[rows, place, None]
+        total.index_add_(0, rows, outputs)
     output.copy_(total)
 
 
@@ -293,8 +293,8 @@ class WorkerExtension:
         """See Recorder.collect(); empty on the ranks that keep no records."""
         if self._primerl_recorder is None:
             return []
-        found = self._primerl_recorder.collect(wanted, forget)
-        return found if self._primerl_recorder.collecting else []
+        records = self._primerl_recorder.collect(wanted, forget)
+        return records if self._primerl_recorder.collecting else []
 
     def primerl_versions(self, keys: list[int]) -> list[list[int]]:
         """See Recorder.versions(); empty on the ranks that keep no records."""
@@ -340,13 +340,13 @@ class WorkerExtension:
             fault = difference(known.shapes, PolicyFile(path).shapes())
             return [fault, sorted(known.absent), self._primerl_whole()]
         model, policy = self.model_runner.get_model(), PolicyFile(path)
-        found = trace(model.load_weights, dict(model.named_parameters()), policy.unmerged())
-        if isinstance(found, str):
-            return [found, [], []]
-        self._primerl_placement = found
+        placement = trace(model.load_weights, dict(model.named_parameters()), policy.unmerged())
+        if isinstance(placement, str):
+            return [placement, [], []]
+        self._primerl_placement = placement
         quantized = self.vllm_config.model_config.quantization == FP8_METHOD
-        self._primerl_scales = RowScales(model, found, quantized=quantized)
-        return [self._primerl_scales.fault(), sorted(found.absent), self._primerl_whole()]
+        self._primerl_scales = RowScales(model, placement, quantized=quantized)
+        return [self._primerl_scales.fault(), sorted(placement.absent), self._primerl_whole()]
 
     def _primerl_whole(self) -> list[str]:
         """Return the tensors that an update has to bring whole: a row's scale depends on all of it."""
@@ -467,8 +467,8 @@ class RowScales:
             if name in self.placement.absent:
                 continue
             parts, wanted = self.placement.parts(name), name in self._here
-            found = {part.flat.untyped_storage().data_ptr() in self._scales for part in parts}
-            if found != {wanted} and (found or wanted):
+            held_in_fp8 = {part.flat.untyped_storage().data_ptr() in self._scales for part in parts}
+            if held_in_fp8 != {wanted} and (held_in_fp8 or wanted):
                 return f"vLLM would quantize {name!r} otherwise than audits do: leave engine.quantization out"
         return ""
 
@@ -508,11 +508,15 @@ class RowScales:
             staged.writes.extend(self.writes(name, scales))
             tensor = codes.view(torch.int8)
         writes = self.placement.differing(name, tensor)
-        if writes is None or WHOLE_FROM * sum(len(one.offsets) for one in writes) > tensor.numel():
+        if (
+            writes is None
+            or WHOLE_FROM * sum(len(write.offsets) for write in writes) > tensor.numel()
+        ):
             staged.whole.append((name, _kept(tensor if codes is None else codes)))
         else:
             staged.writes.extend(
-                PendingWrite(one.flat, _kept(one.offsets), _kept(one.values)) for one in writes
+                PendingWrite(write.flat, _kept(write.offsets), _kept(write.values))
+                for write in writes
             )
 
 

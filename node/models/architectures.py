@@ -270,11 +270,11 @@ def _classes(config: Mapping[str, Any], name: str) -> Iterator[str]:
         return
     listed: Any = config.get("architectures") or ()
     source = "".join(path.read_text("utf-8") for path in files)
-    for one in listed if isinstance(listed, list | tuple) else [listed]:
-        if not re.search(rf"^class {re.escape(str(one))}\(", source, re.MULTILINE):
+    for architecture in listed if isinstance(listed, list | tuple) else [listed]:
+        if not re.search(rf"^class {re.escape(str(architecture))}\(", source, re.MULTILINE):
             yield (
-                f"its config.json says that it is a {one}, which is no model of {name!r} in transformers: "
-                "choose a causal language model, or correct architectures in a local copy"
+                f"its config.json says that it is a {architecture}, which is no model of {name!r} in "
+                "transformers: choose a causal language model, or correct architectures in a local copy"
             )
 
 
@@ -350,9 +350,9 @@ def _scaling(rope: Any, config: Mapping[str, Any], longest: int) -> Iterator[str
     """Yield the faults of RoPE scaling, which must depend on the position only."""
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if isinstance(rope, dict) and rope and rope.keys() <= WINDOWS:
-        for one in rope.values():  # one entry per layer type
-            yield from _scaling(one or {}, config, longest)
-    elif isinstance(rope, dict) and any(isinstance(one, dict) for one in rope.values()):
+        for entry in rope.values():  # one entry per layer type
+            yield from _scaling(entry or {}, config, longest)
+    elif isinstance(rope, dict) and any(isinstance(entry, dict) for entry in rope.values()):
         yield "its rope_parameters have a structure that is not supported"
     elif kind in GROWING_ROPE:
         within = rope.get("original_max_position_embeddings") or config.get(

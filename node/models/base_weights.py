@@ -51,11 +51,11 @@ def publish(
     adapter_shapes({name: tensor.shape for name, tensor in state.items()}, config)
     policy = prove(0, state, threads=_threads())
     payload = encode_full(state, threads=_threads())
-    chunks = [ChunkRef(store.put(one), len(one)) for one in cut(payload, int(chunk_mib * MIB))]
+    chunks = [ChunkRef(store.put(part), len(part)) for part in cut(payload, int(chunk_mib * MIB))]
     size = sum(chunk.size for chunk in chunks)
     tensors = [
-        TensorInfo(name, one.dtype, one.shape, policy.digests[name])
-        for name, one in sorted(state.items())
+        TensorInfo(name, tensor.dtype, tensor.shape, policy.digests[name])
+        for name, tensor in sorted(state.items())
     ]
     snapshot = Artifact("anchor", -1, NO_DIGEST, CODEC, size, tuple(chunks))
     table = PolicyManifest(NO_DIGEST, 0, policy.digest, tuple(tensors), (snapshot,))
@@ -79,7 +79,7 @@ def read_table(run: RunManifest, store: Store) -> PolicyManifest:
     document = read_chunk(store, run.adapters.base.digest)
     try:
         table = msgspec.msgpack.decode(document, type=PolicyManifest)
-        adapter_shapes({one.name: one.shape for one in table.tensors}, run.adapters)
+        adapter_shapes({tensor.name: tensor.shape for tensor in table.tensors}, run.adapters)
     except (*BAD_FILE, EngineError) as error:
         raise RemoteProtocolError(Reason.MALFORMED, f"the base model: {error}") from error
     kinds = [artifact.kind for artifact in table.artifacts]
@@ -93,7 +93,7 @@ def read_table(run: RunManifest, store: Store) -> PolicyManifest:
 
 
 def chunks(run: RunManifest, store: Store) -> list[ChunkRef]:
-    """All chunks of the base of `run`, its table first; none if it has no adapters. Raises as read_table()."""
+    """List all chunks of the base of `run`, its table first; none without adapters. Raises as read_table()."""
     if run.adapters is None:
         return []
     return [run.adapters.base, *read_table(run, store).artifacts[0].chunks]

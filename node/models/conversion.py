@@ -90,24 +90,26 @@ def convert(source: Path, target: Path) -> list[str]:
         raise UsageError(f"{target} exists: name a new directory")
     if not source.exists():
         raise UsageError(f"{source} is neither a GGUF file nor a model directory")
-    found = _of_directory(source) if source.is_dir() else _of_gguf(source)
-    weights = sum(tensor.numel() for tensor in huggingface.unique_tensors(found.model).values())
-    dtype = str(found.model.dtype).removeprefix("torch.")
+    read_model = _of_directory(source) if source.is_dir() else _of_gguf(source)
+    weights = sum(
+        tensor.numel() for tensor in huggingface.unique_tensors(read_model.model).values()
+    )
+    dtype = str(read_model.model.dtype).removeprefix("torch.")
     with whole_directory(target, written_to_model) as partial:
-        huggingface.save(found.model, found.tokenizer, partial)
+        huggingface.save(read_model.model, read_model.tokenizer, partial)
         _clean(partial / "config.json", NOT_KEPT)
         _clean(partial / "tokenizer_config.json", OF_THE_SOURCE)
-        _clean(partial / "generation_config.json", OF_THE_SOURCE, found.generation)
+        _clean(partial / "generation_config.json", OF_THE_SOURCE, read_model.generation)
         huggingface.check_tokenizer(partial)
         if reason := untrainable(read_json(partial / "config.json"), 1):
             raise EngineError(f"{source} cannot be trained: {reason}")
         if target.exists():
             raise UsageError(f"{target} was made meanwhile: name a new directory")
-    kept = f"{target}: {found.model.config.model_type}, {weights:,} weights in {dtype}"
+    summary = f"{target}: {read_model.model.config.model_type}, {weights:,} weights in {dtype}"
     template = (
-        [] if found.tokenizer.chat_template else ["no chat template: add chat_template.jinja"]
+        [] if read_model.tokenizer.chat_template else ["no chat template: add chat_template.jinja"]
     )
-    return [f"wrote {kept}", *found.dropped, *template]
+    return [f"wrote {summary}", *read_model.dropped, *template]
 
 
 def _clean(path: Path, names: Iterable[str], more: Mapping[str, Any] | None = None) -> None:
@@ -130,8 +132,8 @@ def _of_directory(source: Path) -> ReadModel:
         )
     files = {path.name for path in source.iterdir()}
     weights = (path.name for pattern in WEIGHT_PATTERNS for path in source.glob(pattern))
-    kept = {*contract_files(source), *weights}
-    dropped = [f"dropped files: {', '.join(sorted(files - kept))}"] if files - kept else []
+    copied = {*contract_files(source), *weights}
+    dropped = [f"dropped files: {', '.join(sorted(files - copied))}"] if files - copied else []
     if keys := [key for key in NOT_KEPT if config.get(key)]:
         dropped.append(f"dropped from config.json: {', '.join(keys)}")
     if reads_images(config):
@@ -175,8 +177,8 @@ def _of_gguf(source: Path) -> ReadModel:
     try:
         reader = GGUFReader(source)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {one.name: int(one.n_elements) for one in reader.tensors}
-        kinds = Counter(one.tensor_type.name for one in reader.tensors)
+        tensors = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+        kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     except Exception as error:  # gguf raises whatever numpy meets in a damaged file
         raise EngineError(
             f"{source} cannot be read as GGUF ({one_line(error)}): fetch it again"
@@ -211,8 +213,8 @@ def _check_hyperparameters(source: Path, fields: Mapping[str, Any], config: Any)
         name = key.removeprefix(f"{family}.")
         if name == key:
             continue
-        known = [values.get(one) for one in HYPERPARAMETERS.get(name, ())]
-        if not any(_equals(value, one) for one in known):
+        known = [values.get(key) for key in HYPERPARAMETERS.get(name, ())]
+        if not any(_equals(value, own) for own in known):
             raise EngineError(
                 f"{source} sets {key} to {one_line(value)}, which is not found in the config that transformers "
                 "makes of it: import the model's own directory"
@@ -235,8 +237,8 @@ def _add_templates(tokenizer: "PreTrainedTokenizerBase", fields: Mapping[str, An
     }
     if named:
         default = {"default": tokenizer.chat_template} if tokenizer.chat_template else {}
-        held: Any = tokenizer
-        held.chat_template = {**default, **named}
+        target: Any = tokenizer
+        target.chat_template = {**default, **named}
 
 
 def _lost(fields: Mapping[str, Any], kinds: Mapping[str, int], dtype: str) -> Iterator[str]:

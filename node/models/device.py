@@ -21,8 +21,8 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
 
 def upload_array(values: NDArray[Any], device: torch.device) -> Tensor:
     """Copy `values` to `device`, also if that is the CPU."""
-    found = torch.from_numpy(values)
-    return upload(found, device) if device.type == "cuda" else found.clone()
+    tensor = torch.from_numpy(values)
+    return upload(tensor, device) if device.type == "cuda" else tensor.clone()
 
 
 def download(values: Tensor) -> Tensor:

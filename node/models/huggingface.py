@@ -310,7 +310,7 @@ def _found(name: str) -> Path:
 
     try:
         wanted = [*CONTRACT_PATTERNS, *WEIGHT_PATTERNS, f"{TEMPLATE_FOLDER}/*"]
-        found = snapshot_download(name, allow_patterns=wanted)
+        snapshot = snapshot_download(name, allow_patterns=wanted)
     except HFValidationError as error:
         raise EngineError(
             f"model {name!r} is neither a directory nor a hub id: correct model.name"
@@ -320,7 +320,7 @@ def _found(name: str) -> Path:
             f"cannot download model {name!r} ({type(error).__name__}): check name and network, "
             "or set model.name to a local directory"
         ) from error
-    return text_directory(Path(found))
+    return text_directory(Path(snapshot))
 
 
 def text_directory(directory: Path) -> Path:
@@ -377,13 +377,13 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
     Taken from the generation config (else the config) and from the tokenizer. Raises EngineError if there are
     none.
     """
-    found: list[Any] = []
+    ids: list[Any] = []
     for name in ("generation_config.json", "config.json"):
-        if (directory / name).is_file() and not found:
-            ids = read_json(directory / name).get("eos_token_id")
-            found = ids if isinstance(ids, list) else [ids]
-    found.append(load_tokenizer(directory).eos_token_id)
-    ends = tuple(sorted({token for token in found if isinstance(token, int)}))
+        if (directory / name).is_file() and not ids:
+            stated = read_json(directory / name).get("eos_token_id")
+            ids = stated if isinstance(stated, list) else [stated]
+    ids.append(load_tokenizer(directory).eos_token_id)
+    ends = tuple(sorted({token for token in ids if isinstance(token, int)}))
     if not ends:
         raise EngineError(
             f"{directory} names no end-of-sequence token: add eos_token_id to its generation_config.json"
@@ -413,8 +413,8 @@ def check_tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer
 
     theirs, own = load_tokenizer(directory), read_tokenizer_files(directory)
-    held: Any = theirs.chat_template or {}
-    templates = held if isinstance(held, dict) else {DEFAULT: held}
+    chat_template: Any = theirs.chat_template or {}
+    templates = chat_template if isinstance(chat_template, dict) else {DEFAULT: chat_template}
     if own.templates != templates:
         differing = sorted(own.templates.keys() ^ templates.keys()) or sorted(templates)
         raise _differs(directory, f"its chat templates {', '.join(differing)}")
@@ -489,10 +489,10 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise EngineError(
             f"the config.json of {kind!r} cannot be read: {one_line(error)}"
         ) from error
-    found = {key: filled[key] for key in SIZES if filled.get(key) is not None} | text
+    text_config = {key: filled[key] for key in SIZES if filled.get(key) is not None} | text
     if "tie_word_embeddings" in config:
-        found["tie_word_embeddings"] = config["tie_word_embeddings"]
-    found = {**{key: config[key] for key in QUANTIZED if key in config}, **found}
+        text_config["tie_word_embeddings"] = config["tie_word_embeddings"]
+    text_config = {**{key: config[key] for key in QUANTIZED if key in config}, **text_config}
     if inner_kind not in ALONE:
         raise EngineError(
             f"the text model of {kind!r} is a {inner_kind!r}, which was never compared with transformers' own: "
@@ -501,11 +501,15 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     family, architecture = ALONE[inner_kind]
     if family != inner_kind:  # with other defaults
         rope = filled["rope_parameters"].items()
-        found["rope_parameters"] = {key: one for key, one in rope if not key.startswith("mrope_")}
-        found = {
-            key: one for key, one in found.items() if key not in ("rope_scaling", "rope_theta")
+        text_config["rope_parameters"] = {
+            key: value for key, value in rope if not key.startswith("mrope_")
         }
-    return {**found, "model_type": family, "architectures": [architecture]}
+        text_config = {
+            key: value
+            for key, value in text_config.items()
+            if key not in ("rope_scaling", "rope_theta")
+        }
+    return {**text_config, "model_type": family, "architectures": [architecture]}
 
 
 _building = threading.RLock()
@@ -594,10 +598,10 @@ def gguf_splits() -> frozenset[str]:
     """Return the values of tokenizer.ggml.pre that transformers knows; none in some versions."""
     _transformers()
     try:
-        found = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
+        mapping = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
     except ImportError:
         return frozenset()
-    return frozenset(getattr(found, "GGUF_PRE_TOKENIZER_SPLITS", ()))
+    return frozenset(getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", ()))
 
 
 def _with_soft_caps(model: Any) -> Any:
@@ -630,7 +634,7 @@ def without_place(directory: Path, names: "Iterable[str]") -> list[str]:
     return sorted(
         name
         for name in names
-        if name not in own and not any(re.search(one, name) for one in skipped)
+        if name not in own and not any(re.search(pattern, name) for pattern in skipped)
     )
 
 
@@ -651,10 +655,10 @@ def use_attention(model: "PreTrainedModel", name: str) -> None:
 
 def head_logits(model: "PreTrainedModel", hidden: "torch.Tensor") -> "torch.Tensor":
     """Return the logits [T, V] that `model` computes from hidden states [T, d]; no layer runs."""
-    found = _transformers().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden[None])
+    output = _transformers().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden[None])
 
     def forward(*_: Any, **__: Any) -> Any:
-        return found
+        return output
 
     base: Any = model.base_model
     base.forward = forward
@@ -679,7 +683,7 @@ def model_from_state(
     config = load_config(directory)
     family = _model_class(config)
     wanted = torch_dtype(dtype)
-    if odd := next((name for name, one in state.items() if one.dtype not in FLOATS), ""):
+    if odd := next((name for name, tensor in state.items() if tensor.dtype not in FLOATS), ""):
         raise EngineError(
             f"tensor {odd} of the state is {state[odd].dtype}: load a state of floating-point tensors"
         )
@@ -717,12 +721,12 @@ def _model_class(config: Any) -> Any:
 def layers_of(causal: Any) -> "list[torch.nn.Module]":
     """List the transformer blocks of a model, in order. Raises EngineError."""
     names: set[str] = set(getattr(causal, "_no_split_modules", None) or ())
-    found = [one for one in causal.modules() if type(one).__name__ in names]
-    if not found:
+    layers = [module for module in causal.modules() if type(module).__name__ in names]
+    if not layers:
         raise EngineError(
             f"{type(causal).__name__} does not declare its layers: choose a causal model of transformers"
         )
-    return found
+    return layers
 
 
 def policy_state(model: "PreTrainedModel", *, view: bool = False) -> State:
@@ -736,8 +740,8 @@ def policy_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
     Tied weights once. transformers keeps some weights in another layout than checkpoints do (experts fused into
     one tensor); those are converted back, so that any engine can read them.
     """
-    held = {name: tensor.detach() for name, tensor in unique_tensors(model).items()}
-    return checkpoint_tensors(model, held)
+    tensors = {name: tensor.detach() for name, tensor in unique_tensors(model).items()}
+    return checkpoint_tensors(model, tensors)
 
 
 def unique_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
@@ -747,10 +751,10 @@ def unique_tensors(model: "PreTrainedModel") -> "dict[str, torch.Tensor]":
     elements and no address.
     """
     unique: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    ids: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in ids:
+            ids.add(id(tensor))
             unique[name] = tensor
     return unique
 

@@ -82,7 +82,7 @@ def _tokens(directory: Path) -> dict[str, int]:
         vocabulary = tokenizer["model"]["vocab"]
         if isinstance(vocabulary, list):  # a unigram model: [token, score] in order of the ids
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-        added = {one["content"]: one["id"] for one in tokenizer["added_tokens"]}
+        added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
         return {**vocabulary, **added}
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(
@@ -188,8 +188,8 @@ def read_tensors(directory: Path, names: Sequence[str]) -> "list[torch.Tensor]":
 
     Raises EngineError.
     """
-    found = {name: tensor for name, tensor in _stored(directory, names)}
-    return [found[name] for name in names if name in found]
+    tensors = {name: tensor for name, tensor in _stored(directory, names)}
+    return [tensors[name] for name in names if name in tensors]
 
 
 def read_base(directory: Path, digest: bytes) -> State:
@@ -206,10 +206,10 @@ def base_layout(directory: Path, digest: bytes) -> dict[str, TensorLayout]:
 
 
 def _checked(state: State, directory: Path, digest: bytes) -> State:
-    found = prove(0, state, threads=memory_threads()).digest
-    if found != digest:
+    own = prove(0, state, threads=memory_threads()).digest
+    if own != digest:
         raise EngineError(
-            f"the weights in {directory} have digest {short(found)}, but the run needs {short(digest)}: "
+            f"the weights in {directory} have digest {short(own)}, but the run needs {short(digest)}: "
             "delete that directory and start again"
         )
     return state

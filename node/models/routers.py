@@ -28,7 +28,7 @@ def mixtures(causal: nn.Module) -> Iterator[tuple[Any, Any]]:
     for module in causal.modules():
         experts: Any = getattr(module, "experts", None)
         routers: list[Any] = [getattr(module, name, None) for name in ROUTERS]
-        router = next((one for one in routers if isinstance(one, nn.Module)), None)
+        router = next((router for router in routers if isinstance(router, nn.Module)), None)
         if router is not None and isinstance(getattr(experts, "num_experts", None), int):
             yield router, experts
 
@@ -41,7 +41,7 @@ def route_shape(model_dir: Path) -> RouteShape | None:
     routers = [router for router, _ in mixtures(huggingface.empty_model(model_dir))]
     if not routers:
         return None
-    sizes = {(int(one.num_experts), int(one.top_k)) for one in routers}
+    sizes = {(int(router.num_experts), int(router.top_k)) for router in routers}
     if len(sizes) != 1:
         raise EngineError(
             f"the layers of {model_dir} have different numbers of experts: "
@@ -53,9 +53,9 @@ def route_shape(model_dir: Path) -> RouteShape | None:
 
 def check_route_shape(model_dir: Path, wanted: RouteShape) -> None:
     """Raise EngineError unless the model can take routes of the shape `wanted` of a run's manifest."""
-    found = route_shape(model_dir)
-    if found != wanted:
-        model = "no experts" if found is None else _shown(found)
+    own = route_shape(model_dir)
+    if own != wanted:
+        model = "no experts" if own is None else _shown(own)
         raise EngineError(
             f"this run's manifest has routes of {_shown(wanted)}, and its model has {model}: leave it, and "
             "tell its operator to begin another one"
@@ -85,12 +85,12 @@ class ReplayedRoutes(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> tuple[Tensor, Tensor] | Any:
         """Replace the result of the topk over all experts."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
-            return found
-        scores, (_, own) = args[0], found
+            return result
+        scores, (_, own) = args[0], result
         if scores.shape != (len(self._chosen), self._experts) or own.shape != self._chosen.shape:
-            return found  # a topk over groups of experts
+            return result  # a topk over groups of experts
         chosen = torch.where(self._chosen < 0, own, self._chosen)
         return scores.gather(1, chosen), chosen
 
@@ -120,9 +120,9 @@ class RouterTap:
             self._on_choice = None
 
     def _hook(self, layer: int) -> Callable[[Any, Any, tuple[Tensor, ...]], None]:
-        def hook(router: Any, _: Any, found: tuple[Tensor, ...]) -> None:
+        def hook(router: Any, _: Any, outputs: tuple[Tensor, ...]) -> None:
             if self._on_choice is not None:
-                self._on_choice(layer, ranked(found[0], router), found[2])
+                self._on_choice(layer, ranked(outputs[0], router), outputs[2])
 
         return hook
 

@@ -20,20 +20,20 @@ Tokens = Sequence[int] | NDArray[np.int64]
 """Ids of tokens, [S]."""
 
 
-def pack_support(rows: Ids, drawn: Tokens) -> bytes:
-    """Pack the supports `rows` [S, W] of the tokens `drawn` [S] for transport."""
-    others = (rows >= 0) & (rows != np.array(drawn, np.int32)[:, None])
+def pack_support(rows: Ids, tokens: Tokens) -> bytes:
+    """Pack the supports `rows` [S, W] of the sampled `tokens` [S] for transport."""
+    others = (rows >= 0) & (rows != np.array(tokens, np.int32)[:, None])
     counts = np.where(rows[:, 0] < 0, MAX_SUPPORT, others.sum(1)).astype(np.uint8)
     ordered = np.sort(np.where(others, rows, np.iinfo(np.int32).max), axis=1)
     listed = np.arange(rows.shape[1]) < others.sum(1)[:, None]
     return counts.tobytes() + ordered[listed].astype("<u4").tobytes()
 
 
-def unpack_support(data: bytes, drawn: Tokens) -> Ids:
-    """Unpack the supports of the tokens `drawn` [S], as wide as the largest [S, W]."""
-    counts, ids = _parts(data, len(drawn))
-    rows = np.full((len(drawn), int(counts.max(initial=0)) + 1), -1, np.int32)
-    rows[:, 0] = np.where(_is_stated(data, len(drawn)), np.array(drawn, np.int32), -1)
+def unpack_support(data: bytes, tokens: Tokens) -> Ids:
+    """Unpack the supports of the sampled `tokens` [S], as wide as the largest [S, W]."""
+    counts, ids = _parts(data, len(tokens))
+    rows = np.full((len(tokens), int(counts.max(initial=0)) + 1), -1, np.int32)
+    rows[:, 0] = np.where(_is_stated(data, len(tokens)), np.array(tokens, np.int32), -1)
     rows[:, 1:][np.arange(1, rows.shape[1]) <= counts[:, None]] = ids
     return rows
 
@@ -41,7 +41,7 @@ def unpack_support(data: bytes, drawn: Tokens) -> Ids:
 def unpack_supports(parts: Sequence[tuple[bytes, Tokens]], missing: int) -> Ids | None:
     """Unpack supports of several texts, (supports, drawn tokens) each; see stack_supports()."""
     return stack_supports(
-        [(unpack_support(data, drawn) if data else None, len(drawn)) for data, drawn in parts],
+        [(unpack_support(data, tokens) if data else None, len(tokens)) for data, tokens in parts],
         missing,
     )
 
@@ -91,22 +91,22 @@ def join_support(parts: Sequence[tuple[bytes, int]]) -> bytes:
     return b"".join((*heads, *(data[tokens:] for data, tokens in parts)))
 
 
-def support_fault(data: bytes, drawn: Tokens, vocabulary: int, top_k: int, top_p: float) -> str:
-    """Return why `data` are no supports of the tokens `drawn` under these limits; "" if they may be."""
-    if len(data) < len(drawn):
-        return f"{len(data)} bytes of supports for {len(drawn)} tokens"
-    counts, ids = _parts(data, len(drawn))
-    if len(data) != len(drawn) + 4 * int(counts.sum()):
+def support_fault(data: bytes, tokens: Tokens, vocabulary: int, top_k: int, top_p: float) -> str:
+    """Return why `data` are no supports of the sampled `tokens` under these limits; "" if they may be."""
+    if len(data) < len(tokens):
+        return f"{len(data)} bytes of supports for {len(tokens)} tokens"
+    counts, ids = _parts(data, len(tokens))
+    if len(data) != len(tokens) + 4 * int(counts.sum()):
         return f"{len(data)} bytes of supports that have {int(counts.sum())} tokens"
     if len(ids) and int(ids.max()) >= vocabulary:
         return f"token {int(ids.max())} in a support"
-    owner = np.repeat(np.arange(len(drawn)), counts)
-    if (np.array(drawn, np.int64)[owner] == ids).any():
+    owner = np.repeat(np.arange(len(tokens)), counts)
+    if (np.array(tokens, np.int64)[owner] == ids).any():
         return "a drawn token occurs twice in its support"
     if ((ids[1:] <= ids[:-1]) & (owner[1:] == owner[:-1])).any():
         return "a support is not in ascending order"
     most = min(top_k or vocabulary, vocabulary)
-    stated = _is_stated(data, len(drawn))
+    stated = _is_stated(data, len(tokens))
     if int(counts.max(initial=0)) >= most or (most <= MAX_SUPPORT and not stated.all()):
         return f"a support of more than {most} tokens"
     if top_p == 1 and (counts[stated] != most - 1).any():

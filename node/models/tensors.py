@@ -41,10 +41,10 @@ def torch_dtype(name: str) -> "torch.dtype":
     """
     import torch
 
-    found = getattr(torch, _TORCH_NAMES.get(name, name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, _TORCH_NAMES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
         raise EngineError(f"dtype {name!r} is unknown: use one of {', '.join(sorted(BITS))}")
-    return found
+    return dtype
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
@@ -89,9 +89,9 @@ def from_torch(t: "torch.Tensor", dtype: str | None = None, *, view: bool = Fals
     name = dtype or dtype_name(t.dtype)
     converted = t.detach().to(torch_dtype(name))
     shared = converted.data_ptr() == t.data_ptr()
-    found = converted.to("cpu", copy=shared and not view).contiguous()
-    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
-    bits = found.reshape(-1).view(signed).numpy().view(BITS[name])
+    on_cpu = converted.to("cpu", copy=shared and not view).contiguous()
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[on_cpu.element_size()]
+    bits = on_cpu.reshape(-1).view(signed).numpy().view(BITS[name])
     return Tensor(name, tuple(t.shape), bits)
 
 

@@ -119,15 +119,15 @@ def remove_stale(cache: Path, *, now: float) -> None:
 
     `now`: seconds since 1970. Directories younger than NEW_S stay.
     """
-    for one in cache.glob(".*"):
-        if not _HALF.fullmatch(one.name):
+    for path in cache.glob(".*"):
+        if not _HALF.fullmatch(path.name):
             continue
         with suppress(OSError):
-            lock = os.open(one, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_mtime < now - NEW_S and try_lock(lock):
-                    logger.info("removing %s, which a conversion that was ended left", one)
-                    remove_own(one)
+                    logger.info("removing %s, which a conversion that was ended left", path)
+                    remove_own(path)
             finally:
                 os.close(lock)
 
@@ -154,8 +154,8 @@ def _key(directory: Path, weights: list[Path]) -> str:
     from .model_files import contract_files
 
     files = sorted({*weights, *(directory / name for name in contract_files(directory))})
-    seen = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
-    parts = json.dumps([str(directory.absolute()), seen]).encode()
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    parts = json.dumps([str(directory.absolute()), stats]).encode()
     config = (directory / "config.json").read_bytes()
     return hashlib.sha256(FORMAT + parts + config).hexdigest()[:16]
 

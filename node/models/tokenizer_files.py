@@ -58,17 +58,17 @@ def _text(token: object) -> str:
 def _templates(directory: Path, configured: object) -> dict[str, str]:
     paths = {DEFAULT: directory / TEMPLATE_FILE}
     paths |= {path.stem: path for path in sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))}
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for name, path in paths.items():
         if path.is_file():
             try:
-                found[name] = path.read_text(encoding="utf-8")
+                templates[name] = path.read_text(encoding="utf-8")
             except BAD_FILE as error:
                 raise EngineError(
                     f"{path} cannot be read ({error}): fetch the model again"
                 ) from error
-    if found:  # the files stand in place of what is configured
-        return found
+    if templates:  # the files stand in place of what is configured
+        return templates
     if isinstance(configured, str):
         return {DEFAULT: configured}
     try:

@@ -1,7 +1,8 @@
 """Request chunks: over several iroh connections to each peer, or over the TCP connections of discovery.
 
 TCP is for peers that QUIC does not reach. The same messages are exchanged, and the handshake proves the same
-key, for a libp2p peer id is a node id. It is slower (one thread encrypts everything): never the first choice.
+key, as a libp2p peer id is a node id. It is slower (one thread encrypts everything), so it is never the first
+choice.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkSource(Protocol):
-    """Somewhere that may have chunks."""
+    """A source that may have chunks."""
 
     @property
     def name(self) -> str:
@@ -50,9 +51,8 @@ class ChunkSource(Protocol):
     async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
         """Fetch at most `chunk.size` + 1 bytes that claim to be this chunk, within `deadline` seconds.
 
-        Raises:
-            TransportError: it cannot be reached, or is too slow.
-            Refused: it says that it has none (NOT_FOUND) or will not give it.
+        Raises TransportError if it cannot be reached or is too slow; Refused if it has none (NOT_FOUND) or
+        refuses to give it.
         """
         ...
 
@@ -68,27 +68,27 @@ class PeerPaths(Protocol):
 FIRST_BYTE_S = 2.0
 """A source that sends nothing for this long is passed over: dead peers cost seconds."""
 PIECE_LEAST, PIECE = 16 * 1024, 128 * 1024
-"""Bytes of the first pieces of a chunk, small to see soon whether it comes at a pace, and of the later ones."""
+"""Bytes of the first pieces of a chunk, small so that its rate is known early, and of the later ones."""
 PIECE_S = 6.0
 """Deadline for one piece of a chunk, of any size."""
 LINE_S = 20.0
-"""Longest wait in the upload queue of a peer, however often it says that we are in line. Nothing is lost by
-coming again: the server prefers those that got least, not those that came first."""
+"""Longest wait in the upload queue of a peer. Nothing is lost by coming again: the server prefers those that
+received least, not those that came first."""
 ORIGIN_LINE_S = 90.0
-"""The same at the origin, which alone may have what we want; longer than its server keeps anybody in line."""
+"""The same at the origin, which alone may have the chunk; longer than its server keeps anybody in its queue."""
 MAX_BEATS = 240
 """InLine messages that one request may bring: more than our own servers send in that time."""
 LANES = 4
 BULK = 1 * MIB
-"""Smaller chunks do not gain from a connection of their own."""
+"""Bytes below which a chunk does not gain from a connection of its own."""
 WATCH_S = 660.0
-"""The other end ends a watch some time before that."""
+"""Seconds without news after which a watch is given up; the server ends it before that."""
 IDLE_NEWS = 8
 """Messages without news before a watch counts as a flood."""
 
 
 class KeptInLine(Refused):
-    """The peer kept us in line for so long that it counts as busy."""
+    """The peer kept us in its queue for so long that it counts as busy."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(Reason.BUSY, f"nothing after {seconds:.0f} s in line for a chunk")
@@ -112,10 +112,9 @@ class ChunkClient:
     async def one(
         self, chunk: ChunkRef, download: ChunkDownload, *, start: Callable[[], bool]
     ) -> bytes | None:
-        """Get `chunk` from download.source; `start` is called before its bytes come, and may decline them.
+        """Fetch `chunk` from download.source; `start` is called before its bytes come, and may decline them.
 
-        Raises:
-            Refused, RemoteProtocolError, TransportError.
+        Raises Refused, RemoteProtocolError, TransportError.
         """
         request = GetChunk(chunk.digest)
         bulk = chunk.size >= BULK
@@ -135,10 +134,9 @@ class ChunkClient:
         urgent: bool,
         take: Callable[[ChunkRef], bool],
     ) -> bytes | None:
-        """Get the one of `wanted` that download.source chooses; `take` is told which, and may decline it.
+        """Fetch the chunk in `wanted` that download.source chooses; `take` is told which, and may decline it.
 
-        Raises:
-            Refused, RemoteProtocolError, TransportError.
+        Raises Refused, RemoteProtocolError, TransportError.
         """
         names: Digests = tuple(chunk.digest for chunk in wanted)
         bulk = max(chunk.size for chunk in wanted) >= BULK
@@ -153,9 +151,8 @@ class ChunkClient:
     async def watch(self, peer: bytes, names: Sequence[bytes]) -> AsyncGenerator[list[bytes]]:
         """Yield which of `names` the peer holds: first those that it has, then new ones, until it ends this.
 
-        Raises:
-            Refused, RemoteProtocolError (MALFORMED for an impossible bitmap, RATE_LIMITED for a flood),
-            TransportError.
+        Raises Refused, RemoteProtocolError (MALFORMED for an impossible bitmap, RATE_LIMITED for a flood),
+        TransportError.
         """
         connection = await self._links.get(peer, ALPN_BLOBS, patience=FIRST_BYTE_S)
         stream: Stream | None = None
@@ -182,7 +179,7 @@ class ChunkClient:
         """Open a stream on which the bytes of a chunk come next."""
         peer = download.source
         lanes = range(LANES) if bulk else (0,)
-        lane = min(lanes, key=lambda one: (self._busy[peer, one], one))
+        lane = min(lanes, key=lambda number: (self._busy[peer, number], number))
         self._busy[peer, lane] += 1
         stream: Stream | None = None
         try:
@@ -204,12 +201,12 @@ class ChunkClient:
         """Connect on this lane, or on the first if the peer accepts no more."""
         if lane:
             with suppress(TransportError):
-                found = await self._links.get(peer, ALPN_BLOBS, patience=patience, lane=lane)
-                return found, lane
+                connection = await self._links.get(peer, ALPN_BLOBS, patience=patience, lane=lane)
+                return connection, lane
         return await self._links.get(peer, ALPN_BLOBS, patience=patience), 0
 
     async def _open(self, connection: Connection, request: Message) -> Stream:
-        """Open a stream and send a request. Our direction stays open: its end tells that we need no more."""
+        """Open a stream and send a request. Our direction stays open: ending it says that we need no more."""
         async with asyncio.timeout(FIRST_BYTE_S):
             stream = await connection.open_stream()
             try:
@@ -259,24 +256,24 @@ async def _read_news(stream: Stream, names: Sequence[bytes]) -> AsyncGenerator[l
             if limit == FIRST_BYTE_S:
                 raise
             return
-        held = read_bitmap(news.held, len(names))
-        fresh = held & ~known
-        known = held
+        bits = read_bitmap(news.held, len(names))
+        fresh = bits & ~known
+        known = bits
         yield [name for number, name in enumerate(names) if fresh >> number & 1]
         limit = WATCH_S
     raise RemoteProtocolError(Reason.RATE_LIMITED, "a watch that repeats the same news")
 
 
-def read_bitmap(held: bytes, size: int) -> int:
-    """A bitmap of `size` bits as an int. Raises RemoteProtocolError(MALFORMED) for any other length."""
-    bits = int.from_bytes(held, "little")
-    if len(held) != (size + 7) // 8 or bits >> size:
+def read_bitmap(bitmap: bytes, size: int) -> int:
+    """Convert a bitmap of `size` bits to an int. Raises RemoteProtocolError(MALFORMED) for any other length."""
+    bits = int.from_bytes(bitmap, "little")
+    if len(bitmap) != (size + 7) // 8 or bits >> size:
         raise RemoteProtocolError(Reason.MALFORMED, f"a bitmap that is not one of {size} chunks")
     return bits
 
 
 FETCHES = 4
-"""Chunks that are fetched at a time: more streams are slower, and each holds a chunk."""
+"""Chunks fetched at a time: more streams are slower, and each takes memory for a chunk."""
 AGAIN_S = (0.0, 0.05, 0.2)
 """Pauses before a peer whose connection broke is asked again."""
 BACKOFF_S = (1.0, 60.0)
@@ -285,7 +282,7 @@ KNOWN_FAILURES = 1024
 
 
 class TcpChunks:
-    """Chunks from peers over TCP; a PeerPaths."""
+    """Fetch chunks from peers over TCP; a PeerPaths."""
 
     def __init__(
         self,
@@ -296,9 +293,7 @@ class TcpChunks:
         trainer: bytes = b"",
     ) -> None:
         """`bootstrap`: discovery addresses from the ticket, of peers that may have sent no record yet.
-
-        `trainer`: a peer that waits for no other: they may be slow on purpose.
-        """
+        `trainer`: its chunks do not wait for those of other peers, which may be slow on purpose."""
         self._carrier = carrier
         self._peers = peers
         self._bootstrap = tuple(bootstrap)
@@ -308,7 +303,7 @@ class TcpChunks:
         self._failures = RecentDict[bytes, tuple[int, float]](KNOWN_FAILURES)
 
     async def get(self, peer: bytes, chunk: ChunkRef, *, deadline: float) -> bytes:
-        """Exactly `chunk.size` bytes that claim to be this chunk, from `peer`, within `deadline` seconds.
+        """Fetch exactly `chunk.size` bytes that claim to be this chunk, from `peer`, within `deadline` seconds.
 
         Raises:
             Refused: the peer said no (NOT_FOUND, BUSY, RATE_LIMITED).
@@ -331,7 +326,8 @@ class TcpChunks:
         return data
 
     async def _converse(self, peer: bytes, chunk: ChunkRef) -> bytes:
-        """Ask, and again if the stream broke: the next get meets the connection that a cancelled one cut."""
+        """Request a chunk, and again if the stream broke: the next call meets the connection that a cancelled
+        one cut."""
         talk = partial(_fetch, chunk=chunk)
         for pause in AGAIN_S:
             try:
@@ -352,7 +348,7 @@ class TcpChunks:
 
 
 async def _fetch(stream: Stream, chunk: ChunkRef) -> bytes:
-    """One request and its chunk. Runs in the thread of the stream."""
+    """Send one request and read its chunk, in the thread of the stream."""
     with suppress(StreamClosed):  # refused before it was read: the reply says why
         await send(stream, GetChunk(chunk.digest))
     begun = time.monotonic()

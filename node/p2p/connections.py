@@ -1,13 +1,12 @@
-"""The accept loop: one ALPN, one handler; limits before anything is read.
+"""The accept loop: one handler for each ALPN; limits are checked before anything is read.
 
-A handler answers one stream. Its RemoteProtocolError becomes a refusal; a bug of ours ends that request,
-with a traceback in the log, and never the node.
+A handler answers one stream. Its RemoteProtocolError becomes a refusal; a bug of ours ends that request, with a
+traceback in the log, and never the node. Keys are free, so connections of peers that have shown nothing
+(peers.Tier) cost members nothing:
 
-Keys are free, so connections of peers that have shown nothing (peers.Tier) cost members nothing:
-
-- where every slot is taken, a member takes that of a stranger, or of a newcomer; its own is never taken;
-- a connection of a stranger that asks for nothing is closed after seconds;
-- streams of others than members are accepted at a bounded rate, of each and of all together.
+- if every slot is taken, a member takes that of a stranger or a newcomer, and never loses its own;
+- a stranger's connection that asks for nothing is closed after seconds;
+- streams of peers that are no members are accepted at a limited rate, for each and for all together.
 """
 
 import asyncio
@@ -53,7 +52,7 @@ class ConnectionPool:
     async def get(
         self, peer: bytes, alpn: bytes, *, patience: float | None = None, lane: int = 0
     ) -> Connection:
-        """A live connection to `peer`, dialled for at most `patience` seconds (default: the configured time).
+        """Return a live connection to `peer`, dialled within `patience` seconds (default: as configured).
 
         Raises Unreachable, at once while it backs off.
         """
@@ -75,7 +74,7 @@ class ConnectionPool:
         deadline: float,
         patience: float | None = None,
     ) -> T:
-        """ask() over the pool; a connection that failed is dropped so that the next call dials anew.
+        """Call ask() over the pool; drop a connection that failed, so that the next call dials again.
 
         `patience`: as for get().
         """
@@ -100,7 +99,7 @@ class ConnectionPool:
             await connection.close()
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all connections."""
         for peer, alpn, lane in list(self._open):
             await self.drop(peer, alpn, lane=lane)
 
@@ -126,28 +125,28 @@ class ConnectionPool:
 Handler = Callable[[bytes, Stream], Awaitable[None]]
 """(peer's NodeId, stream) -> answered."""
 Gate = Callable[[Connection], Awaitable[None]]
-"""Called before a control request on a connection is read. Raises RemoteProtocolError to refuse it."""
+"""Called before a control request on a connection is read; raises RemoteProtocolError to refuse it."""
 
 CONNECTIONS_PER_PEER = 12
-"""One for control, LANES for chunks, and as many again that a peer has lost while we have not noticed."""
+"""One for control, LANES for chunks, and as many again that a peer has lost and we have not noticed."""
 REQUESTS_PER_SECOND = 200.0
 REQUEST_BURST = 400.0
 UNPROVEN_PER_SECOND, UNPROVEN_BURST = 20.0, 100.0
 """Control requests of one peer that is no member; further ones wait."""
 ALL_UNPROVEN_PER_SECOND, ALL_UNPROVEN_BURST = 50.0, 200.0
-"""Rate and burst for all of them together: about a twentieth of the capacity of this loop."""
+"""Rate and burst for all of these together: about a twentieth of the capacity of this loop."""
 MAX_WAIT_S = 5.0
-"""A request of a peer that is no member and would wait for longer is refused with its connection."""
+"""A request of a peer that is no member is refused, with its connection, if it would wait longer."""
 SWAPS_PER_SECOND, SWAP_BURST = 10.0, 40.0
 NETWORK_SWAPS_PER_SECOND, NETWORK_SWAP_BURST = 3.0, 10.0
-"""Slots that change hands between peers that are no members, of all and of one network: further ones are told
-to come again, which costs next to nothing."""
+"""Slots that may change hands between peers that are no members, of all and of one network. Further peers are
+told to come again, which costs next to nothing."""
 STRANGER_S = 10.0
-"""Time that a stranger has to say hello: its connection is closed if it asked for nothing for so long."""
+"""Seconds that a stranger has to say hello: after that its connection is closed if it asked for nothing."""
 REFUSED_S = 1.0
 """Time to read a refusal of the gate, after which its connection is closed."""
 NEWCOMER_IDLE_S = 15.0
-"""A newcomer that asked for nothing for so long may lose its slot to another."""
+"""Seconds after which a newcomer that asked for nothing may lose its slot to another."""
 STRANGERS = 0.25
 NEWCOMERS = 0.5
 """Shares of all slots: newcomers cannot push strangers below STRANGERS, and newcomers above NEWCOMERS lose
@@ -169,8 +168,8 @@ BLAMELESS = frozenset(
 
 
 async def answer_stream(handler: Handler, peers: PeerTable, peer: bytes, stream: Stream) -> None:
-    """Let `handler` answer a stream; if it raises, refuse or abort the stream, and blame the peer if need
-    be."""
+    """Let `handler` answer a stream; if it raises, refuse or abort the stream, and record the peer's fault if
+    it is one."""
     try:
         await handler(peer, stream)
     except RemoteProtocolError as error:
@@ -190,11 +189,11 @@ async def answer_stream(handler: Handler, peers: PeerTable, peer: bytes, stream:
 
 
 async def no_gate(connection: Connection) -> None:
-    """The gate of nodes that answer every peer."""
+    """Admit every peer: the gate of nodes that answer all."""
 
 
 async def no_pipelines(peer: bytes, stream: Stream) -> None:
-    """The handler of nodes that share no model with others."""
+    """Refuse pipeline connections: the handler of nodes that share no model."""
     raise RemoteProtocolError(Reason.NOT_ADMITTED, "this node shares no model with others")
 
 
@@ -206,25 +205,26 @@ class OpenConnection:
     opened: float
     """Monotonic seconds."""
     asked: float
-    """Monotonic seconds of its last stream, or of its begin."""
+    """Monotonic seconds of its last stream, or of its beginning."""
     network: str
     """See peers.network_of()."""
     streams: int = 0
     """Streams that are being answered."""
     preferred: bool = False
-    """Whether its peer is a member, and the transport knows."""
+    """Whether its peer is a member and the transport knows it."""
     refused: bool = False
-    """Whether the gate refused its last request: its key is answered on another connection, or not at all."""
+    """Whether the gate refused its last request: its key is served on another connection, or not at all."""
 
     @property
     def account(self) -> bytes:
-        """Whose allowance its streams use: a node's requests are counted apart from all else under its key."""
+        """The key of the allowance that its streams use: a node's own requests are counted apart from those of
+        others under its key."""
         own = self.connection.alpn == ALPN_CONTROL and not self.refused
         return self.connection.peer + (b"" if own else b"+")
 
 
 class Router:
-    """Accepts connections and streams, and hands each stream to the handler of its ALPN."""
+    """Accept connections and streams, and hand each stream to the handler of its ALPN."""
 
     def __init__(
         self,
@@ -294,9 +294,10 @@ class Router:
             await connection.close(reason)
 
     async def _next_stream(self, mine: OpenConnection) -> Stream | None:
-        """Take the next request; None where the connection has ended.
+        """Take the next request; return None if the connection has ended.
 
-        As an error of a group that would be a circle, and keep all of the connection until one is looked for.
+        Raising would put the error into a group that refers to itself, which keeps the connection in memory
+        until the garbage collector runs.
         """
         try:
             stream = await mine.connection.accept_stream()
@@ -310,7 +311,7 @@ class Router:
     async def _pace(self, mine: OpenConnection) -> bool:
         """Wait before a request of a peer that is no member is answered; its next ones queue in the transport.
 
-        False where it would have to wait for too long.
+        Return False if it would have to wait too long.
         """
         peer, now = mine.connection.peer, time.monotonic()
         if mine.connection.alpn != ALPN_CONTROL or self._peers.tier(peer) == Tier.MEMBER:
@@ -329,22 +330,22 @@ class Router:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
-            for one in [one for there in self._open.values() for one in there]:
-                tier = self._peers.tier(one.connection.peer)
-                if tier == Tier.MEMBER and not one.preferred:
-                    self._transport.prefer(one.connection)
-                    one.preferred = True
-                elif one.streams:
+            for entry in [entry for there in self._open.values() for entry in there]:
+                tier = self._peers.tier(entry.connection.peer)
+                if tier == Tier.MEMBER and not entry.preferred:
+                    self._transport.prefer(entry.connection)
+                    entry.preferred = True
+                elif entry.streams:
                     continue
-                elif one.refused and now - one.asked >= REFUSED_S:
-                    self._drop(one)
-                    await one.connection.close("this key is refused here")
-                elif tier == Tier.STRANGER and now - one.asked >= STRANGER_S:
-                    self._drop(one)
-                    await one.connection.close("say hello")
+                elif entry.refused and now - entry.asked >= REFUSED_S:
+                    self._drop(entry)
+                    await entry.connection.close("this key is refused here")
+                elif tier == Tier.STRANGER and now - entry.asked >= STRANGER_S:
+                    self._drop(entry)
+                    await entry.connection.close("say hello")
 
     async def _make_room(self, mine: OpenConnection) -> bool:
-        """Whether a new connection can be served, if need be in place of those of another peer."""
+        """Make room for a new connection, if need be by closing another peer's; return success."""
         peer = mine.connection.peer
         if peer in self._open:
             return await self._make_own_room(mine, self._open[peer])
@@ -356,22 +357,22 @@ class Router:
         if evicted is None:
             return False
         logger.debug("%s makes room for %s", short(evicted), short(peer))
-        for one in self._open.pop(evicted):
-            await one.connection.close("too many connections")
+        for entry in self._open.pop(evicted):
+            await entry.connection.close("too many connections")
         return True
 
     async def _make_own_room(self, mine: OpenConnection, there: list[OpenConnection]) -> bool:
-        """Whether a peer may have another connection; a thief of its key must not use them up.
+        """Make room among a peer's own connections; return whether it may have another one.
 
-        Where it has all of them, one that the gate refused makes room, and for control any other that was idle
-        longest.
+        A thief of its key must not use them up. If it has all of them, a connection that the gate refused makes
+        room, and for control also the one idle longest.
         """
         if len(there) < CONNECTIONS_PER_PEER:
             return True
-        gone = next((one for one in there if one.refused), None)
+        gone = next((entry for entry in there if entry.refused), None)
         if gone is None and mine.connection.alpn == ALPN_CONTROL:
-            others = [one for one in there if one.connection.alpn != ALPN_CONTROL]
-            gone = min(others, key=lambda one: one.asked, default=None)
+            others = [entry for entry in there if entry.connection.alpn != ALPN_CONTROL]
+            gone = min(others, key=lambda entry: entry.asked, default=None)
         if gone is None:
             return False
         self._drop(gone)
@@ -379,14 +380,14 @@ class Router:
         return True
 
     def _may_swap(self, mine: OpenConnection) -> bool:
-        """Whether a new connection is worth looking for a slot, where all are taken."""
+        """Return whether to look for a connection that a new one may replace, as all slots are taken."""
         if self._peers.tier(mine.connection.peer) == Tier.MEMBER:
             return True
         own = not mine.network or self._network_swaps.take(mine.network.encode(), mine.opened)
         return own and self._swaps.take(b"", mine.opened)
 
     def _find_evicted(self, mine: OpenConnection) -> bytes | None:
-        """Return the peer that loses its slot to a new connection where all are taken."""
+        """Return the peer that loses its slot to a new connection when all are taken."""
         arriving = self._peers.tier(mine.connection.peer)
         tiers: dict[Tier, list[bytes]] = {tier: [] for tier in Tier}
         for node in self._open:
@@ -405,43 +406,43 @@ class Router:
     def _first_out(
         self, nodes: list[bytes], mine: OpenConnection, *, same: bool = False
     ) -> bytes | None:
-        """The peer to evict: of the largest crowd, and of these the one idle for longest.
+        """Choose the peer to evict: the one idle longest in the largest crowd.
 
-        With `same` (all are of its own tier) only one that is idle, or of a larger crowd than its own.
+        With `same` (all are of its own tier), only one that is idle, or of a larger crowd than its own.
         """
         crowds = [self._crowd(self._open[node][-1]) for node in nodes]
         sizes = Counter(crowds)
         own = 1 + sizes[self._crowd(mine)]
-        found: list[tuple[int, float, bytes]] = []
+        candidates: list[tuple[int, float, bytes]] = []
         for node, crowd in zip(nodes, crowds, strict=True):
             size = sizes[crowd]
             if not same or size > own or self._idle(node, mine.opened):
-                found.append((-size, max(one.asked for one in self._open[node]), node))
-        return min(found)[-1] if found else None
+                candidates.append((-size, max(entry.asked for entry in self._open[node]), node))
+        return min(candidates)[-1] if candidates else None
 
     def _idle(self, node: bytes, now: float) -> bool:
-        """Whether a peer had time to say hello, or to ask for something, and does not use its slot."""
+        """Return whether a peer does not use its slot: it had time to say hello or to ask for something."""
         there = self._open[node]
         if self._peers.tier(node) == Tier.STRANGER:
-            busy = any(one.streams for one in there)
-            return not busy or now - min(one.opened for one in there) > STRANGER_S
-        return now - max(one.asked for one in there) > NEWCOMER_IDLE_S
+            busy = any(entry.streams for entry in there)
+            return not busy or now - min(entry.opened for entry in there) > STRANGER_S
+        return now - max(entry.asked for entry in there) > NEWCOMER_IDLE_S
 
-    def _crowd(self, one: OpenConnection) -> tuple[bytes, str]:
-        """Peers that may well be one and the same: of one ticket, or strangers of one network."""
-        node = one.connection.peer
+    def _crowd(self, entry: OpenConnection) -> tuple[bytes, str]:
+        """Return the crowd of a peer: those of one ticket, or strangers of one network, may be one person."""
+        node = entry.connection.peer
         ticket = self._peers.get(node).ticket
         if ticket:
             return ticket, ""
-        return (b"", one.network) if one.network else (node, "")
+        return (b"", entry.network) if entry.network else (node, "")
 
-    def _drop(self, one: OpenConnection) -> None:
-        """Count a connection no more."""
-        there = self._open.get(one.connection.peer, [])
-        if one in there:
-            there.remove(one)
+    def _drop(self, entry: OpenConnection) -> None:
+        """Remove a connection from the table."""
+        there = self._open.get(entry.connection.peer, [])
+        if entry in there:
+            there.remove(entry)
             if not there:
-                del self._open[one.connection.peer]
+                del self._open[entry.connection.peer]
 
     async def _answer(self, mine: OpenConnection, stream: Stream) -> None:
         try:

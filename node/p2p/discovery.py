@@ -17,14 +17,14 @@ PEER_ID_PREFIX = bytes.fromhex("002408011220")
 
 
 def peer_id_of(node_id: bytes) -> bytes:
-    """The libp2p peer id, 38 bytes, of a node id. Raises ValueError for anything else."""
+    """Convert a node id to a libp2p peer id, 38 bytes. Raises ValueError for anything else."""
     if len(node_id) != NODE_ID_BYTES:
         raise ValueError(f"a node id has {NODE_ID_BYTES} bytes, not {len(node_id)}")
     return PEER_ID_PREFIX + node_id
 
 
 def node_id_of(peer_id: bytes) -> bytes:
-    """The node id inside a libp2p peer id. Raises ValueError unless it holds an Ed25519 key."""
+    """Extract the node id from a libp2p peer id. Raises ValueError unless it holds an Ed25519 key."""
     node_id = peer_id[len(PEER_ID_PREFIX) :]
     if not peer_id.startswith(PEER_ID_PREFIX) or len(node_id) != NODE_ID_BYTES:
         raise ValueError("not the peer id of an Ed25519 key: only such keys name nodes")
@@ -72,7 +72,7 @@ class Discovery(StreamCarrier, Protocol):
     """Finds peers of one run and spreads facts among them."""
 
     def addresses(self) -> tuple[str, ...]:
-        """Our own discovery addresses (multiaddrs with our peer id), for tickets and records."""
+        """Return our own discovery addresses (multiaddrs with our peer id), for tickets and records."""
         ...
 
     async def start(self, bootstrap: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class Discovery(StreamCarrier, Protocol):
         ...
 
     def facts(self) -> AsyncIterator[GossipFact]:
-        """Facts from others, de-duplicated by content, bounded: the oldest are dropped first."""
+        """Yield facts from others, de-duplicated by content; the queue is bounded and drops the oldest."""
         ...
 
     def neighbours(self) -> int:

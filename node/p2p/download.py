@@ -45,24 +45,23 @@ MAX_SENDING = 16
 DEPTH, DEPTH_MAX = 2, 4
 """Requests in flight at one source, and at most where there are few sources."""
 TICK_S = 0.25
-"""Between two looks for late chunks, without news."""
+"""Seconds between two checks for late chunks, without news."""
 
 LEAST_PATIENCE_S = 0.5
 WAITING_SHARE = 3
-"""A fetch gives at most one in so many parts of its usual time, IN_LINE_S if that is not known, to sources that
-let it wait for nothing."""
+"""A source may keep a fetch waiting in vain for 1/WAITING_SHARE of its usual time (IN_LINE_S if unknown)."""
 LEAST_PLACE_S = 0.01
 PLACE_SHARE = 8
-"""A source that sends nothing keeps its place for one in so many parts of that time, at most PLACE_S."""
+"""A source that sends nothing keeps its place for 1/PLACE_SHARE of that time, at most PLACE_S."""
 USUAL_GROWTH = 1.05
-"""A fetch is remembered as at most so many times as long as was usual: attackers do not set what is usual."""
+"""A fetch counts as at most USUAL_GROWTH times the usual time: attackers do not set what is usual."""
 OTHER_WAY_S = 10.0
 MIN_RATE = 64 * 1024
 """Bytes per second below which a seed, or a peer over another path, is given up."""
 
 
 class Fetch:
-    """One artifact on its way into the store."""
+    """Fetch one artifact into the store."""
 
     def __init__(
         self,
@@ -72,10 +71,8 @@ class Fetch:
         neighbours: set[bytes],
         usual_s: float | None = None,
     ) -> None:
-        """`neighbours`: those that may still give something; they leave the set when they are dropped.
-
-        `usual_s`: seconds that a fetch of this size takes; None where that is not known.
-        """
+        """`neighbours` may still give something; they leave the set when they are dropped. `usual_s`: the
+        seconds that a fetch of this size usually takes; None if unknown."""
         self.fetcher = fetcher
         size = sum(chunk.size for chunk in missing.values())
         patience, place = IN_LINE_S, PLACE_S
@@ -83,16 +80,17 @@ class Fetch:
             patience = min(IN_LINE_S, max(LEAST_PATIENCE_S, usual_s / WAITING_SHARE))
             place = min(PLACE_S, max(LEAST_PLACE_S, usual_s / PLACE_SHARE))
         self.look_s = place / 2
-        """Seconds between two looks for sources that give nothing."""
+        """Seconds between two checks for sources that give nothing."""
         self.state = DownloadState(missing, fetcher.chance, patience, place)
         self.begun = time.monotonic()
         self.due = self.begun + patience + (size / FIRST_RATE if usual_s is None else usual_s)
-        """Time after which the origin is asked for whatever is not under way, whoever claims it."""
+        """Time after which the origin is asked for every chunk that is not under way, even if others claim it.
+        """
         self.origin = origin
         self.neighbours = neighbours
         self.error: Exception | None = None
         self.progressed = time.monotonic()
-        """Time at which a chunk arrived, or a neighbour got one that we miss."""
+        """Time at which a chunk arrived, or a neighbour received one that we lack."""
         self._heard = self.begun
         self.over = asyncio.Event()
         self.news = Notifier()
@@ -109,7 +107,7 @@ class Fetch:
 
     @property
     def heard(self) -> float:
-        """Time at which a source last spoke to us, if only to say that we are in line."""
+        """Time at which a source last sent anything, even that we are in its queue."""
         self._heard = max(self._heard, self.state.heard)
         return self._heard
 
@@ -131,11 +129,11 @@ class Fetch:
                 self.news.fire()
 
     def depth(self) -> int:
-        """Requests in flight at one source: more where there are few sources."""
+        """Return how many requests one source may have in flight: more where there are few sources."""
         return max(DEPTH, min(DEPTH_MAX, 8 // (len(self.neighbours) + 1)))
 
     def full(self) -> bool:
-        """Whether no further download may begin."""
+        """Return whether no further download may begin."""
         return self.state.sending(time.monotonic()) >= MAX_SENDING
 
     def download(
@@ -143,7 +141,7 @@ class Fetch:
     ) -> ChunkDownload:
         """Begin a download; without a chunk until the source has chosen one.
 
-        `sending`: the source has no queue, its bytes count as coming at once.
+        `sending`: the source has no queue, so its bytes count as arriving at once.
         """
         now = time.monotonic()
         download = ChunkDownload(source, now, now, asked=now, sending=sending)
@@ -154,7 +152,7 @@ class Fetch:
     async def attempt(
         self, download: ChunkDownload, get: Callable[[], Awaitable[bytes | None]]
     ) -> bool:
-        """Run one download to its end; returns whether it brought its chunk.
+        """Run one download to its end; return whether it brought its chunk.
 
         Raises what `get` raises, and RemoteProtocolError(WRONG_DIGEST).
         """
@@ -211,7 +209,7 @@ def _store_verified(store: Store, chunk: ChunkRef, data: bytes) -> None:
 
 
 def _other_way_s(chunk: ChunkRef) -> float:
-    """Seconds that a chunk may take from a seed, or over another path."""
+    """Return the seconds that a chunk may take from a seed, or over another path."""
     return OTHER_WAY_S + chunk.size / MIN_RATE
 
 
@@ -220,7 +218,7 @@ FAILURES = 2
 BUSY_S = 0.25
 WATCH_AGAIN_S = 0.25
 BLIND_S = 1.0
-"""Pause between two tries at a neighbour that cannot tell us its chunks."""
+"""Seconds between two tries at a neighbour that cannot list its chunks."""
 
 
 class NeighbourFetch:
@@ -239,7 +237,7 @@ class NeighbourFetch:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Work with it until it is dropped or the fetch is over."""
+        """Fetch from it until it is dropped or the fetch is over."""
         names = tuple(self._fetch.state.missing)
         windows = [names[at : at + MAX_WATCHED] for at in range(0, len(names), MAX_WATCHED)]
         try:
@@ -293,10 +291,10 @@ class NeighbourFetch:
         self._drop("no news")
 
     async def _listen(self, names: Sequence[bytes]) -> None:
-        async for held in self._fetcher.client.watch(self.peer, names):
+        async for claimed in self._fetcher.client.watch(self.peer, names):
             self._fetcher.scores.spoke(self.peer)
             patience = self._fetcher.scores.patience(self.peer)
-            news = self._fetch.state.claim(self.peer, held, patience=patience)
+            news = self._fetch.state.claim(self.peer, claimed, patience=patience)
             if news and not self._fetch.state.doubted(self.peer, time.monotonic()):
                 self._fetch.progress()
             self._looked()
@@ -309,13 +307,13 @@ class NeighbourFetch:
 
     async def _download(self, number: int) -> None:
         while not self._gone:
-            chunk = self._choose(number)
+            chunk = self._choose_chunk(number)
             if chunk is None:
                 await self._fetch.wait_news()
             else:
                 await self._get(chunk)
 
-    def _choose(self, number: int) -> ChunkRef | None:
+    def _choose_chunk(self, number: int) -> ChunkRef | None:
         allowed = self._fetch.depth() if self._proven else 1
         if number >= allowed or self._fetch.full():
             return None
@@ -431,14 +429,14 @@ class NeighbourFetch:
 PATIENCE_S = 10.0
 """Time without progress after which the origin is asked even for chunks that it has sent to others."""
 DOUBT_S = 4.0
-"""The same where all neighbours are doubted. Not at once: they may be honest, and as busy as the origin."""
+"""The same if all neighbours are doubted. Not at once: they may be honest, and as busy as the origin."""
 OFFERED = 512
 """Chunks that one request to the origin names: a sample of those missing, so that requests stay small."""
 REST_FIRST_S = 0.1
 REST_MAX_S = 1.0
 LOOK_S_PER_CHUNK = 1e-5
 GIVE_UP_S = 6.0
-"""An origin that fails for this long, while nothing comes from others, ends the fetch."""
+"""Seconds after which an origin that fails ends the fetch, if nothing comes from others either."""
 STUCK_S = 120.0
 
 
@@ -451,14 +449,14 @@ class OriginFetch:
         self._asking: set[ChunkDownload] = set()
         """Requests for which the origin has not chosen a chunk yet."""
         self._heard = fetch.begun
-        """Time at which the origin last said anything but no: as long as it does, it is only busy."""
+        """Time at which the origin last answered anything but a refusal: until then it is only busy."""
         self._rest = REST_FIRST_S
         self._resting_until = 0.0
         self._failing_since: float | None = None
         self._absent: dict[str, set[bytes]] = {seed.name: set() for seed in fetch.fetcher.seeds}
 
     async def run(self, number: int) -> None:
-        """Loop `number`: ask the origin whenever there is something to ask for."""
+        """Run loop `number`: ask the origin whenever there is something to ask for."""
         while True:
             now = time.monotonic()
             self._give_up(now)
@@ -472,7 +470,7 @@ class OriginFetch:
                 await self._ask(wanted)
 
     async def _look_later(self) -> None:
-        """Wait for news, but at least in proportion to the missing chunks that the next look goes through."""
+        """Wait for news; the least wait grows with the missing chunks that the next check goes through."""
         await asyncio.sleep(LOOK_S_PER_CHUNK * len(self._fetch.state.missing))
         await self._fetch.wait_news()
 
@@ -483,7 +481,7 @@ class OriginFetch:
         if self._impatient(now) or now > self._fetch.due:
             return state.untouched(origin, now)
         unheld = state.unheld(origin, now)
-        awake = [one for one in self._fetcher.seeds if self._awake(one, now)]
+        awake = [seed for seed in self._fetcher.seeds if self._awake(seed, now)]
         if not awake:
             return unheld
         return [
@@ -493,7 +491,7 @@ class OriginFetch:
         ]
 
     def _impatient(self, now: float) -> bool:
-        """Whether to ask even for chunks that the origin has sent to others."""
+        """Return whether to ask even for chunks that the origin has sent to others."""
         quiet = now - self._fetch.progressed
         if quiet <= DOUBT_S:
             return False
@@ -549,7 +547,7 @@ class OriginFetch:
         )
 
     def _take(self, chunk: ChunkRef, download: ChunkDownload) -> bool:
-        """Begin with the chunk that the origin chose, if it is still wanted; returns whether it is."""
+        """Begin with the chunk that the origin chose; return whether it is still wanted."""
         now = time.monotonic()
         wanted = self._fetch.state.wants(chunk.digest, download.source, now)
         if wanted:
@@ -590,9 +588,9 @@ class OriginFetch:
         self._rest = min(2 * self._rest, REST_MAX_S)
 
     def _give_up(self, now: float) -> None:
-        """End the fetch if nobody has anything for us; to be in a long line is no reason.
+        """End the fetch if nobody has anything for us; a long queue is no reason.
 
-        Lines of neighbours count for STUCK_S, in case they lie; those of the origin for ever.
+        Queues of neighbours count for STUCK_S, in case they lie; those of the origin always.
         """
         fetch = self._fetch
         self._heard = max(self._heard, *(request.heard for request in self._asking), 0.0)
@@ -600,8 +598,8 @@ class OriginFetch:
         since = self._failing_since
         failing = since is not None and now - max(since, last, fetch.heard) > GIVE_UP_S
         if failing or now - max(last, fetch.state.touched) > STUCK_S:
-            left = len(self._fetch.state.missing)
-            self._fetch.fail(NetworkError(f"{left} chunk(s) could not be fetched from anybody"))
+            missing = len(self._fetch.state.missing)
+            self._fetch.fail(NetworkError(f"{missing} chunk(s) could not be fetched from anybody"))
 
     # -- seeds -----------------------------------------------------------------------------------
 
@@ -641,34 +639,34 @@ class OriginFetch:
 
 
 MAX_NEIGHBOURS = 8
-"""Peers that take part in a fetch, without those that give nothing when they are asked."""
+"""Peers that take part in a fetch, without those that give nothing when asked."""
 MAX_TRIED = 24
 """Peers that take part in a fetch, with those."""
 MAX_HOLDERS = 4
-"""Places of these for peers that claim by gossip to hold the version: liars never get all places."""
+"""Places of these for peers that only claim by gossip to hold the version: liars never get all places."""
 MAX_HEARSAY = 16
-"""Peers, at random, that are considered of all that only gossip names."""
+"""Peers, drawn at random, that are considered of those known from gossip only."""
 FIRST_LOOK_S = 0.5
-"""The origin is asked after this, or once all neighbours have listed their chunks."""
+"""Seconds after which the origin is asked, unless all neighbours have listed their chunks before."""
 STEP_S = 0.04
 STEPS_MAX_S = 0.25
-"""If there are too few chunks to share out, each worker waits this long for every worker before it."""
+"""If there are too few chunks to share out, a worker waits this long for each worker before it."""
 FEW_CHUNKS = 4
 MAX_SHOWN = 60
-"""Sources told apart in statistics, which have to fit a message."""
+"""Most sources listed in statistics, which have to fit into a message."""
 AT_ONCE = MAX_WATCHED * WATCHES_PER_PEER // 2
-"""Chunks of one fetch: half of the watches that a peer allows, so that another fetch fits beside it."""
+"""Most chunks of one fetch: half of the watches that a peer allows, so that another fetch fits beside it."""
 
 
 PACES = 16
 """Fetches whose times are remembered."""
 
 Holders = Callable[[], Collection[bytes]]
-"""Returns the peers that hold the version, by gossip; called again during a fetch."""
+"""List the peers that hold the version according to gossip; called again during a fetch."""
 
 
 class BlobFetcher:
-    """Fetch chunks for this node; BlobServer is the other half."""
+    """Fetch chunks for this node; BlobServer serves them."""
 
     def __init__(
         self,
@@ -708,11 +706,9 @@ class BlobFetcher:
     ) -> None:
         """Bring all `chunks` into the store, from `neighbours` if possible, else from `origin`.
 
-        `holders()` claim to have them: such neighbours are preferred, and some other holders watched too.
-
-        Raises:
-            NetworkError: some chunk could not be had from anybody, or `origin` keeps it no longer.
-            StorageError: the store takes no more.
+        `holders()` lists peers that claim to have them: such neighbours are preferred, and a few other holders
+        are watched too. Raises NetworkError if a chunk could not be fetched from anybody, or `origin` no longer
+        keeps it; StorageError if the store is full.
         """
         for start in range(0, len(chunks), AT_ONCE):
             missing = await asyncio.to_thread(self._missing, chunks[start : start + AT_ONCE])
@@ -721,7 +717,7 @@ class BlobFetcher:
                     await self._run(missing, neighbours, origin, holders)
 
     def by_source(self, trainer: bytes) -> dict[str, int]:
-        """Bytes fetched, by `trainer`, name of seed or short id; the smallest of many are `others`."""
+        """Return bytes fetched, by `trainer`, seed name or short id; the smallest are joined as `others`."""
         names = {seed.name.encode(): seed.name for seed in self.seeds} | {trainer: "trainer"}
         shown: Counter[str] = Counter()
         for rank, (source, size) in enumerate(self.fetched.most_common()):
@@ -739,7 +735,7 @@ class BlobFetcher:
         holders: Holders,
     ) -> None:
         line = [peer for peer in neighbours if peer != origin]
-        ranked = self._choose(line, holders())
+        ranked = self._choose_neighbours(line, holders())
         chosen, spare = ranked[:MAX_NEIGHBOURS], ranked[MAX_NEIGHBOURS:]
         few = len(missing) <= max(FEW_CHUNKS, len(chosen))
         # A peer known from gossip alone, that never served, delays nothing and spares the origin nothing.
@@ -754,8 +750,8 @@ class BlobFetcher:
         fetch = Fetch(self, missing, origin, hoped, usual_s)
         async with asyncio.TaskGroup() as tasks:
             followed = [NeighbourFetch(fetch, peer) for peer in chosen]
-            working = [tasks.create_task(one.run()) for one in followed]
-            awaited = [one for one in followed if one.peer in hoped] or followed
+            working = [tasks.create_task(neighbour.run()) for neighbour in followed]
+            awaited = [neighbour for neighbour in followed if neighbour.peer in hoped] or followed
             working.append(tasks.create_task(self._from_origin(fetch, awaited, few)))
             working.append(tasks.create_task(self._try_more(fetch, chosen, spare, holders)))
             working.append(tasks.create_task(fetch.announce_late()))
@@ -771,12 +767,12 @@ class BlobFetcher:
         self._paces.append((size, seconds))
 
     def _usual_s(self, size: int) -> float | None:
-        """Seconds of the last fetches of about `size` bytes, of the faster ones; None if there were none."""
+        """Return the seconds of the faster of the last fetches of about `size` bytes; None without any."""
         alike = sorted(seconds for other, seconds in self._paces if size / 2 <= other <= size * 2)
         return alike[len(alike) // 4] if alike else None
 
     def _judge(self, fetch: Fetch) -> None:
-        """Note how long each source let this fetch wait for nothing."""
+        """Record how long each source kept this fetch waiting in vain."""
         now = time.monotonic()
         for source, account in fetch.state.accounts.items():
             doubted = fetch.state.doubted(source, now)
@@ -793,11 +789,11 @@ class BlobFetcher:
                 seconds=now - fetch.begun,
             )
 
-    def _choose(self, line: Sequence[bytes], holders: Collection[bytes]) -> list[bytes]:
-        """Order those to ask: the first of the line, some holders, others of the line at random, slow ones too.
+    def _choose_neighbours(self, line: Sequence[bytes], holders: Collection[bytes]) -> list[bytes]:
+        """Order the peers to ask: the first in the trainer's order, some holders, then others at random.
 
-        Peers that keep failing are mostly left out, and for some time those that lied, or let us wait for
-        nothing again and again.
+        Peers that keep failing are mostly left out, and for some time those that lied or repeatedly kept us
+        waiting in vain.
         """
         now = time.monotonic()
         honest = [peer for peer in dict.fromkeys(line) if not self._left_out(peer, now)]
@@ -820,7 +816,7 @@ class BlobFetcher:
         return sorted(keys, key=lambda peer: -keys[peer])
 
     def _hearsay(self, holders: Collection[bytes], known: Collection[bytes]) -> list[bytes]:
-        """Pick a few of the holders that only gossip names."""
+        """Draw a few of the holders known from gossip only."""
         now = time.monotonic()
         new = [peer for peer in holders if peer not in known and not self._left_out(peer, now)]
         return self.chance.sample(new, min(len(new), MAX_HEARSAY))
@@ -828,7 +824,7 @@ class BlobFetcher:
     async def _try_more(
         self, fetch: Fetch, chosen: Sequence[bytes], spare: Sequence[bytes], holders: Holders
     ) -> None:
-        """Let others take part in place of those that give nothing: of the line, then by gossip."""
+        """Replace sources that give nothing: first in the trainer's order, then by gossip."""
         waiting = deque(spare)
         known, heard = {fetch.origin, *chosen}, 0
         async with asyncio.TaskGroup() as tasks:
@@ -864,13 +860,13 @@ class BlobFetcher:
 
     async def _first_look(self, followed: Sequence[NeighbourFetch], patience: float) -> None:
         """Wait until the neighbours have listed their chunks, so that the origin is not asked for these."""
-        awaited = [one for one in followed if self.scores.awaited(one.peer)]
+        awaited = [neighbour for neighbour in followed if self.scores.awaited(neighbour.peer)]
         try:
             async with asyncio.timeout(min(FIRST_LOOK_S, patience)):
-                for one in awaited:
-                    await one.looked.wait()
+                for neighbour in awaited:
+                    await neighbour.looked.wait()
         except TimeoutError:
-            for one in awaited:
-                if not one.looked.is_set():
-                    self.scores.silent(one.peer)
-                    self.peers.failed(one.peer)
+            for neighbour in awaited:
+                if not neighbour.looked.is_set():
+                    self.scores.silent(neighbour.peer)
+                    self.peers.failed(neighbour.peer)

@@ -1,6 +1,6 @@
 """Facts from discovery: heads, records, holdings and equivocation proofs, each verified before it counts.
 
-Gossip is the fast path only; nothing waits for it. Commands never come this way.
+Gossip is the fast path only: nothing waits for it, and commands never come this way.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from .peers import PeerTable
 
 HOLDING_TTL_S = 600
 HOLDING_INTERVAL_S = 1.0
-"""Between two facts of one node: of versions that pass faster only the latest is told."""
+"""Seconds between two facts of one node: if versions pass faster, only the latest is announced."""
 
 
 def read_holding(sealed: bytes, run: bytes, now: int) -> tuple[Holding, int]:
-    """A holding that its own subject signed, and until when to believe it. Raises RemoteProtocolError."""
+    """Read what a node signed that it holds, and until when to believe it. Raises RemoteProtocolError."""
     opened = unseal(sealed, Purpose.HOLDING, Holding, now=now, run=run)
     if opened.body.node != opened.signer:
         raise RemoteProtocolError(Reason.WRONG_SIGNER, "a holding of another node")
@@ -48,13 +48,13 @@ class HoldingsAnnouncer:
         return self._key.node_id
 
     def tell(self, epoch: int, version: int, complete: bool) -> None:
-        """We hold that version, or (not complete) begin to fetch it. Older news than before is none."""
+        """Announce that we hold that version, or (not complete) began to fetch it; ignore older news."""
         if (epoch, version, complete) > self._newest:
             self._newest = (epoch, version, complete)
             self._news.set()
 
     async def take(self) -> bytes:
-        """Wait until there is something to tell; the sealed fact."""
+        """Wait until there is something to announce; return the sealed fact."""
         await self._news.wait()
         self._news.clear()
         holding = Holding(self.node, *self._newest)
@@ -68,7 +68,7 @@ RECORD_INTERVAL_S = 20.0
 
 
 def read_record(sealed: bytes, run: bytes, now: int) -> PeerRecord:
-    """A peer record that its own subject signed. Raises RemoteProtocolError."""
+    """Read a peer record that its own subject signed. Raises RemoteProtocolError."""
     opened = unseal(sealed, Purpose.PEER, PeerRecord, now=now, run=run)
     if opened.body.node != opened.signer:
         raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of another node")
@@ -76,7 +76,7 @@ def read_record(sealed: bytes, run: bytes, now: int) -> PeerRecord:
 
 
 class Gossip:
-    """Passes facts between discovery and this node's state."""
+    """Pass facts between discovery and this node's state."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Gossip:
         on_fraud: Callable[[RemoteProtocolError], None],
         admitted: asyncio.Event | None = None,
     ) -> None:
-        """`admitted`: set once this node may be spoken of; a second one with its key must not be."""
+        """`admitted` is set once this node may be announced; a second one with its key must not be."""
         self._discovery = discovery
         self._book = book
         self._peers = peers
@@ -142,7 +142,7 @@ class Gossip:
         elif purpose == Purpose.RETIREMENT:
             self._peers.retire(read_retirement(fact.sealed).node)
         elif purpose == Purpose.EQUIVOCATION:
-            told = unseal(fact.sealed, Purpose.EQUIVOCATION, EquivocationProof, now=now, run=run)
-            self._book.trusted.check_proof(told.body)
+            proof = unseal(fact.sealed, Purpose.EQUIVOCATION, EquivocationProof, now=now, run=run)
+            self._book.trusted.check_proof(proof.body)
         else:
             raise RemoteProtocolError(Reason.WRONG_PURPOSE, f"{purpose} is not gossiped")

@@ -1,6 +1,6 @@
-"""Keep and serve policy heads, and follow them from neighbours, so that a version is known within moments.
+"""Keep and serve policy heads, and follow those of neighbours, so that a version is known within moments.
 
-Everything goes through TrustedRun.admit; where a head came from does not matter.
+Every head goes through TrustedRun.admit; where it came from does not matter.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ from .transport import Stream, TransportError
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""A watch says something at least this often, so that a silent one is known to be dead."""
+"""A watch sends something at least this often, so that a silent one is known to be dead."""
 END_READ_S = 5.0
 """Longest wait for a watcher to read the end of the run."""
 INLINE_MANIFEST = 200 * 1024
 FAR_BEHIND = 32
 """A peer more versions behind than this is told the newest snapshot, not all versions between."""
 FAREWELL_S = 30.0
-"""Time without a trainer after which a node that has the manifest's last version leaves."""
+"""Seconds without a trainer after which a node that has the manifest's last version leaves."""
 RECONNECT_S = 0.3
 RECONNECT_MAX_S = 3.0
 
@@ -57,28 +57,28 @@ class HeadStore:
         self.ended = ""
         """Why the run ended; empty while it goes on."""
         self.outcome: Outcome = "finished"
-        """How it ended; stopped only at a trainer, which tells its watchers."""
+        """How the run ended; `stopped` only at a trainer, which tells its watchers."""
         self.unwatched_since = time.monotonic()
-        """Since when the trainer has not been heard; infinite while it is."""
+        """Since when the trainer has been silent; infinite while it is heard."""
         for sealed, manifest in ledger.heads():
             self._restore(sealed, manifest)
 
     @property
     def trusted(self) -> TrustedRun:
-        """The chain as it may be believed."""
+        """The chain that may be believed."""
         return self._trusted
 
     def latest(self) -> AdmittedHead | None:
-        """The newest head."""
+        """Return the newest head."""
         return self._trusted.latest()
 
     def order(self) -> tuple[int, int]:
-        """(epoch, version) of the newest head; (0, -1) without any."""
+        """Return (epoch, version) of the newest head; (0, -1) without any."""
         head = self.latest()
         return head.order if head else (0, -1)
 
     async def admit(self, notice: HeadNotice) -> bool:
-        """Take in a head from anybody; whether it was news. Raises RemoteProtocolError, Equivocation."""
+        """Add a head from anybody; return whether it was news. Raises RemoteProtocolError, Equivocation."""
         head, news = self._trusted.admit(notice.head, now=int(time.time()))
         if notice.manifest and head.order not in self._manifests:
             self._trusted.check_manifest(head, notice.manifest)
@@ -91,31 +91,31 @@ class HeadStore:
         return news
 
     def manifest(self, head: AdmittedHead) -> PolicyManifest | None:
-        """The manifest of a head, if we hold it."""
+        """Return the manifest of a head; None if we do not hold it."""
         document = self._manifests.get(head.order)
         return None if document is None else self._trusted.check_manifest(head, document)
 
     def attach(self, head: AdmittedHead, document: bytes) -> PolicyManifest:
-        """Take in a manifest that had to be fetched. Raises RemoteProtocolError."""
+        """Add a manifest that had to be fetched. Raises RemoteProtocolError."""
         manifest = self._trusted.check_manifest(head, document)
         self._manifests[head.order] = document
         return manifest
 
     def held(self) -> list[AdmittedHead]:
-        """Heads of the newest epoch, oldest first."""
+        """List the heads of the newest epoch, oldest first."""
         epoch = self.order()[0]
         heads = self._trusted.heads
         return [heads[order] for order in sorted(heads) if order[0] == epoch]
 
     def notice(self, head: AdmittedHead) -> HeadNotice:
-        """The message that tells of a head."""
+        """Make the message that announces a head."""
         document = self._manifests.get(head.order, b"")
         return HeadNotice(head.sealed, document if len(document) <= INLINE_MANIFEST else b"")
 
     def forget(self, below: int) -> None:
         """Drop versions of the newest epoch below one, and all of earlier epochs."""
         epoch = self.order()[0]
-        for order in [one for one in self._trusted.heads if one[0] < epoch or one[1] < below]:
+        for order in [key for key in self._trusted.heads if key[0] < epoch or key[1] < below]:
             del self._trusted.heads[order]
             self._manifests.pop(order, None)
         self._ledger.drop_heads(epoch, below)
@@ -132,9 +132,9 @@ class HeadStore:
         await self.wake()
 
     async def end_without_trainer(self, version: int, last: int) -> None:
-        """End the run if `version` is the `last` of its manifest, and the trainer is not there any more.
+        """End the run if `version` is the `last` of its manifest and the trainer is gone.
 
-        Only the trainer knows whether it goes on: it may have been resumed with more steps.
+        Only the trainer knows whether the run goes on: it may have been resumed with more steps.
         """
         if version == last and time.monotonic() - self.unwatched_since >= FAREWELL_S:
             await self.end("the run has reached its last step")
@@ -144,8 +144,7 @@ class HeadStore:
         return await self.wait(lambda: self.order() > known, timeout)
 
     async def wait(self, ready: Callable[[], bool], timeout: float) -> bool:
-        """Wait until `ready()`, which is called at news and by wake(), or the end of the run; False at the
-        timeout."""
+        """Wait until `ready()`, called at news and by wake(), or the end of the run; False at the timeout."""
         try:
             async with asyncio.timeout(timeout), self._news:
                 await self._news.wait_for(lambda: ready() or bool(self.ended))
@@ -177,11 +176,11 @@ class HeadStore:
 
 
 MAX_CUT_OFF = 1024
-"""Nodes that are remembered as cut off: a key costs nothing."""
+"""Most nodes remembered as cut off: keys are free."""
 
 
 class HeadServer:
-    """Answers WatchHeads and GetHeads."""
+    """Answer WatchHeads and GetHeads."""
 
     def __init__(self, book: HeadStore) -> None:
         self._book = book
@@ -201,16 +200,16 @@ class HeadServer:
             )
 
     async def wait_told(
-        self, members: Collection[bytes], left: AbstractSet[bytes], timeout: float
+        self, members: Collection[bytes], departed: AbstractSet[bytes], timeout: float
     ) -> None:
-        """Wait until each watcher, and each of `members`, was told the end; for `timeout` seconds at most.
+        """Wait until each watcher and each of `members` was told the end, for at most `timeout` seconds.
 
         Members are nodes that take part and may be on their way back, or that are joining: a trainer that was
-        killed a moment before its last step has not heard of them yet. Nodes that have `left` do not come back.
+        killed a moment before its last step has not heard of them yet. Those `departed` do not come back.
         """
 
         def all_told() -> bool:
-            waiting = self._watchers or self._cut_off - left
+            waiting = self._watchers or self._cut_off - departed
             return not waiting and self._told.issuperset(members)
 
         with suppress(TimeoutError):
@@ -274,20 +273,20 @@ class HeadServer:
         await stream.finish()
 
     def _newest_snapshot(self) -> int:
-        """The newest version that can be reached from nothing; 0 if we know of none."""
-        held = self._book.held()
-        versions = {head.head.version for head in held}
-        for head in reversed(held):
+        """Return the newest version that can be reached from nothing; 0 if we know of none."""
+        heads = self._book.held()
+        versions = {head.head.version for head in heads}
+        for head in reversed(heads):
             manifest = self._book.manifest(head)
             for artifact in manifest.artifacts if manifest else ():
-                made = artifact.reaches(head.head.version)
-                if artifact.kind == "anchor" and made in versions:
-                    return made
+                reached = artifact.reaches(head.head.version)
+                if artifact.kind == "anchor" and reached in versions:
+                    return reached
         return 0
 
 
 class HeadFollower:
-    """Keeps a watch on one neighbour and reconnects for ever."""
+    """Keep a watch on one neighbour; reconnect for ever."""
 
     def __init__(
         self,
@@ -307,7 +306,7 @@ class HeadFollower:
         self._on_refusal = on_refusal
         self.connected = False
         self.heard = asyncio.Event()
-        """Set by every message; a waiter for the next one clears it."""
+        """Set at every message; whoever waits for the next one clears it."""
         self.came_back = asyncio.Event()
         """Set by the first message of every watch."""
         self.stopped = ""
@@ -364,8 +363,7 @@ class HeadFollower:
             await stream.abort()
 
     async def _take_end(self, news: RunEnded) -> None:
-        """Take an end of heads: only the trainer's counts; another node's means that this node knows no
-        more."""
+        """Handle the end of a neighbour's heads: only the trainer's counts; another node only knows no more."""
         if not self._authority:
             return
         if news.outcome == "stopped":

@@ -1,6 +1,6 @@
-"""The iroh transport: QUIC between nodes named by their Ed25519 keys. Only this file imports iroh.
+"""The iroh transport: QUIC between nodes named by their Ed25519 keys.
 
-No IrohError gets out: each is translated once.
+Only this file imports iroh. No IrohError leaves it: each is translated once.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 def write_whole(builder: Any, value: bytes) -> None:
     """Append `value` to the builder's native buffer in one copy.
 
-    Replaces a loop of the binding with the same contract: _reserve() makes room for that many bytes
-    behind rbuf.len on entry and moves rbuf.len past them on exit.
+    Replaces a loop of the binding with the same contract: on entry _reserve() makes room for that many bytes
+    behind rbuf.len, on exit rbuf.len is moved past them.
     """
     size = len(value)
     with builder._reserve(size):
@@ -52,10 +52,9 @@ def write_whole(builder: Any, value: bytes) -> None:
 
 
 def install_fast_bytes(binding: Any) -> None:
-    """Replace the slow copy in `binding` (the module iroh.iroh_ffi). Doing it twice is harmless.
+    """Replace the slow copy in `binding` (the module iroh.iroh_ffi). Calling it twice is harmless.
 
-    Raises:
-        AttributeError: this release of iroh has no such class, and needs another look.
+    Raises AttributeError if this release of iroh has no such class: look at it anew.
     """
     builder = binding._UniffiRustBufferBuilder
     if not hasattr(builder, "_reserve") or not hasattr(builder, "write"):
@@ -66,18 +65,17 @@ def install_fast_bytes(binding: Any) -> None:
 NAME = "iroh frees"
 
 _dropped: "SimpleQueue[tuple[Callable[[Any], None], Any]]" = SimpleQueue()
-"""(what frees it, the object). put() takes no lock of Python: it is made for destructors."""
+"""(function that frees it, the object). put() takes no lock of Python: it is made for destructors."""
 
 
 def install_free_thread(binding: Any) -> None:
     """Let one thread free the objects of `binding` (the module iroh.iroh_ffi). Calling it twice is harmless.
 
-    Raises:
-        AttributeError: this release of iroh frees in another way, and needs another look.
+    Raises AttributeError if this release of iroh frees in another way: look at it anew.
     """
     if hasattr(binding, "_primerl_frees"):
         return
-    owned = [one for one in vars(binding).values() if _is_owned(one)]
+    owned = [kind for kind in vars(binding).values() if _is_owned(kind)]
     if not owned:
         raise AttributeError("iroh's objects changed: check iroh.py against them")
     for kind in owned:
@@ -87,7 +85,7 @@ def install_free_thread(binding: Any) -> None:
 
 
 def _is_owned(kind: Any) -> bool:
-    """Whether instances own an object in Rust. Errors do too, but freeing them waits for nothing."""
+    """Return whether instances own an object in Rust. Errors do too, but freeing them waits for nothing."""
     return isinstance(kind, type) and "__del__" in vars(kind) and not issubclass(kind, Exception)
 
 
@@ -108,20 +106,20 @@ def _free_all() -> None:
 
 
 WRITE_PIECE = 256 * KIB
-"""Bytes a foreign write: larger ones are slower (the binding copies, QUIC waits)."""
+"""Bytes per foreign write: larger ones are slower (the binding copies, QUIC waits)."""
 READ_PIECE = MIB
-"""Bytes a foreign read. Memory is taken as data arrives, not as a peer announces it."""
+"""Bytes per foreign read. Memory is allocated as data arrives, not as a peer announces it."""
 READ_AHEAD = 64 * KIB
-"""Reads for less than that return any data that is there: a foreign call costs as much as 100 KiB of data."""
+"""Reads of less than this return any data that is there: a foreign call costs as much as 100 KiB of data."""
 MAX_REASON = 256
 ANSWER_LOOK_S = 0.02
-"""Interval at which a connection is looked at that was asked for a sign of life."""
+"""Seconds between two checks of a connection that should show a sign of life."""
 CLOSED_CODE = 0
 ABORTED_CODE = 1
 LOST = re.compile(
     r'ConnectionLost\((?:(LocallyClosed|TimedOut|Reset)|ApplicationClosed\(.* reason: b"(.*)" \}\))\)'
 )
-"""The library's own notation of the end of a connection."""
+"""The library's own text for the end of a connection."""
 ENDS = {
     "LocallyClosed": "this node closed it",
     "TimedOut": "it fell silent",
@@ -132,7 +130,7 @@ SOURCE_PLACE = re.compile(r" \(/\S+:\d+:\d+\)$")
 
 T = TypeVar("T")
 Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
-"""Starts a task that the transport owns: it ends at the latest with transport.close()."""
+"""Start a task that the transport owns: it ends at the latest with transport.close()."""
 
 
 class IrohStream:
@@ -150,16 +148,16 @@ class IrohStream:
         self._unfinished.atexit = False
 
     async def read_exact(self, size: int) -> bytes:
-        """Exactly `size` bytes, or StreamClosed."""
+        """Read exactly `size` bytes. Raises StreamClosed."""
         pieces, self._ahead = [self._ahead[:size]], self._ahead[size:]
-        left = size - len(pieces[0])
-        while left:
-            pieces.append(await self._read(left))
-            left -= len(pieces[-1])
+        remaining = size - len(pieces[0])
+        while remaining:
+            pieces.append(await self._read(remaining))
+            remaining -= len(pieces[-1])
         return b"".join(pieces)
 
     async def _read(self, size: int) -> bytes:
-        """Up to `size` bytes; further bytes that arrived with them are kept."""
+        """Read up to `size` bytes, and keep further bytes that arrived with them."""
         if size >= READ_AHEAD:
             return await self._call(self._receive.read_exact(min(READ_PIECE, size)))
         data = await self._call(self._receive.read(READ_AHEAD))
@@ -180,7 +178,7 @@ class IrohStream:
         self._unfinished.detach()
 
     async def abort(self) -> None:
-        """Reset our direction if unfinished, and refuse further bytes of the peer."""
+        """Reset our direction if it is unfinished, and refuse further bytes of the peer."""
         self._unusable = True
         await end_tasks(*self._calls)  # reset() would queue behind a write that waits for the peer
         with suppress(self._connection.foreign_error):
@@ -245,14 +243,14 @@ class IrohConnection:
         return self._connection.close_reason() is not None
 
     async def open_stream(self) -> IrohStream:
-        """A new stream; waits while the peer's stream limit (100) is reached."""
+        """Open a stream; waits while the peer's stream limit (100) is reached."""
         try:
             return IrohStream(self, await self._connection.open_bi())
         except self.foreign_error as error:
             raise self.failure(error) from error
 
     async def accept_stream(self) -> IrohStream:
-        """The next stream that the peer opened. May be cancelled and called again at no loss."""
+        """Accept the next stream that the peer opened. Cancelling it loses nothing."""
         async with self._accept_turn:
             # A cancelled accept_bi() may have taken a stream with it: the call outlives its caller.
             if self._accepting is None:
@@ -271,7 +269,7 @@ class IrohConnection:
             return IrohStream(self, stream)
 
     def path(self) -> PathInfo:
-        """The selected path; the counters are UDP bytes, so headers and handshake count."""
+        """Describe the selected path; the counters are UDP bytes, so they include headers and handshake."""
         stats = self._connection.stats()
         selected = next((path for path in self._connection.paths() if path.is_selected), None)
         remote = ""
@@ -290,7 +288,7 @@ class IrohConnection:
         )
 
     async def answers(self, within: float) -> bool:
-        """Whether a packet comes back for one that has to be acknowledged.
+        """Return whether the peer acknowledges a packet.
 
         A datagram takes no stream of the peer's limit, and nobody has to read it there.
         """
@@ -310,7 +308,7 @@ class IrohConnection:
             self._connection.close(CLOSED_CODE, reason.encode()[:MAX_REASON])
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last call of this method that found something new received."""
+        """Return the seconds since the last call of this method that found something new received."""
         received: int = self._connection.stats().udp_rx_datagrams
         if received != self._heard[0]:
             self._heard = (received, now)
@@ -336,7 +334,7 @@ class IrohConnection:
 
 
 def cause(error: Exception) -> str:
-    """The innermost cause of a foreign error, without its way through foreign source files."""
+    """Return the innermost cause of a foreign error, without the foreign file names around it."""
     message = getattr(error, "message", str)
     lines = str(message() or error).strip().splitlines()
     debug = getattr(error, "debug_message", None)
@@ -350,7 +348,7 @@ def cause(error: Exception) -> str:
 
 
 def _was_cancelled() -> bool:
-    """Return whether the current task was cancelled, not the call that it awaits."""
+    """Return whether the current task was cancelled, rather than the call that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -364,13 +362,13 @@ HANDSHAKES_PER_SECOND, HANDSHAKE_BURST = 40.0, 256.0
 NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST = 10.0, 128.0
 """Handshakes of all networks, and of one network: a refusal costs far less than a handshake."""
 MAX_PREFERRED = 1024
-"""Addresses that these limits do not hold for."""
+"""Addresses exempt from these limits."""
 CLOSE_S = 1.0
-"""The peers are told at once; iroh would wait 3 s more for one that never answered."""
+"""Closing tells the peers at once; iroh would wait 3 s more for a peer that never answers."""
 RELAY_S = 5.0
-"""How long start() waits for a relay before it goes on without."""
+"""Seconds for which start() waits for a relay before it goes on without one."""
 RESOLVE_S = 3.0
-"""How long connect() waits for the names among its hints."""
+"""Seconds for which connect() waits for the names among its hints to be resolved."""
 SILENCE_S = 12.0
 """A living peer sends a keep-alive every 5 s; iroh itself would wait 30 s and more."""
 
@@ -379,8 +377,8 @@ class IrohTransport:
     """One node's QUIC endpoint. start() binds, close() closes all its connections.
 
     `host` is an IP address: 0.0.0.0 listens everywhere, any other IPv4 address on that one alone. Relays are
-    used only if they are in `relay_urls`. At most `max_handshakes` handshakes run at a time, and twice as
-    many with those from preferred addresses. A connection without data for `silence_s` seconds is closed.
+    used only if they are in `relay_urls`. At most `max_handshakes` handshakes run at a time, and twice as many
+    including those from preferred addresses. A connection without data for `silence_s` seconds is closed.
     """
 
     def __init__(
@@ -408,7 +406,7 @@ class IrohTransport:
         self._closed = False
         self._handshakes = 0
         self._handshaker: asyncio.AbstractEventLoop | None = None
-        """Runs in a thread of its own."""
+        """Event loop for handshakes, in a thread of its own."""
         self._rate = TokenBuckets(HANDSHAKES_PER_SECOND, HANDSHAKE_BURST, limit=1)
         self._network_rate = TokenBuckets(
             NETWORK_HANDSHAKES_PER_SECOND, NETWORK_HANDSHAKE_BURST, limit=4096
@@ -425,11 +423,10 @@ class IrohTransport:
         return self._key.node_id
 
     async def start(self) -> None:
-        """Bind the UDP port and begin to take connections.
+        """Bind the UDP port and begin to accept connections.
 
-        Raises:
-            AddressInUse: another program has the port.
-            TransportError: `host` is not an address of this machine, or we were started before.
+        Raises AddressInUse if another program has the port; TransportError if `host` is not an address of this
+        machine, or the endpoint was started before.
         """
         if self._endpoint is not None or self._closed:
             raise TransportError("an IrohTransport starts once: make a new one")
@@ -450,7 +447,7 @@ class IrohTransport:
             await self._wait_for_relay(endpoint)
 
     def addresses(self) -> tuple[str, ...]:
-        """`host:port` of every usable interface, IPv4 first, then our relay if it answers."""
+        """List `host:port` of every usable interface, IPv4 first, then our relay if it answers."""
         endpoint = self._started()
         known = endpoint.addr()
         usable = [hint for hint in known.direct_addresses() if _usable(hint, self._host)]
@@ -481,7 +478,7 @@ class IrohTransport:
             raise Unreachable(f"cannot connect to {short(peer)}: {cause(error)}") from error
 
     async def accept(self) -> IrohConnection:
-        """The next incoming connection, handshake done."""
+        """Accept the next incoming connection, handshake done."""
         connection = await self._incoming.get()
         if connection is None:
             self._incoming.put_nowait(None)  # for others that accept, and for the next call
@@ -489,7 +486,7 @@ class IrohTransport:
         return connection
 
     def prefer(self, connection: Connection) -> None:
-        """No limit of handshakes by time holds for the address that this connection came from."""
+        """Exempt the address that this connection came from from the limit of handshakes by time."""
         address = connection.accepted_from if isinstance(connection, IrohConnection) else ""
         if address:
             self._preferred[address] = None
@@ -571,15 +568,15 @@ class IrohTransport:
         self._incoming.put_nowait(None)
 
     async def _address_of(self, incoming: "iroh.Incoming") -> str:
-        """`host:port` that a handshake comes from; empty if it comes over a relay."""
+        """Return the `host:port` that a handshake comes from; empty if it comes over a relay."""
         try:
-            found = await incoming.remote_addr()
+            address = await incoming.remote_addr()
         except self._iroh_error:
             return ""
-        return str(getattr(found, "addr", ""))
+        return str(getattr(address, "addr", ""))
 
     def _admits(self, address: str, now: float) -> bool:
-        """Whether to go on with a handshake from `address`."""
+        """Return whether to continue a handshake from `address`."""
         if address in self._preferred:
             return self._handshakes < 2 * self._max_handshakes
         if self._handshakes >= self._max_handshakes:
@@ -595,7 +592,7 @@ class IrohTransport:
             logger.debug("refusing a handshake failed: %s", cause(error))
 
     async def _handshake(self, incoming: "iroh.Incoming", address: str) -> None:
-        """See one handshake through. Its failure is the peer's matter alone."""
+        """Complete one handshake. Its failure concerns that peer only."""
         assert self._handshaker is not None
         work = asyncio.run_coroutine_threadsafe(_shake_hands(incoming), self._handshaker)
         try:
@@ -627,7 +624,7 @@ class IrohTransport:
         hints = addresses[:MAX_ADDRESSES]
         relays = (hint for hint in hints if hint.rstrip("/") in self._relay_urls)
         resolved = await asyncio.gather(*(_resolve(hint) for hint in hints if "://" not in hint))
-        direct = [address for found in resolved for address in found]
+        direct = [address for of_hint in resolved for address in of_hint]
         return binding.EndpointAddr(
             binding.EndpointId.from_bytes(peer), next(relays, None), direct[:MAX_ADDRESSES]
         )
@@ -657,7 +654,7 @@ class IrohTransport:
 
 
 def _binding() -> Any:
-    """The iroh module, repaired. Loading it takes a fifth of a second."""
+    """Load the iroh module and repair it; loading takes a fifth of a second."""
     import iroh
     from iroh import iroh_ffi
 
@@ -667,7 +664,7 @@ def _binding() -> Any:
 
 
 async def _shake_hands(incoming: "iroh.Incoming") -> "iroh.Connection":
-    """Do a handshake, in a thread of its own: iroh computes in the thread that asks, milliseconds each time."""
+    """Do a handshake in a thread of its own: iroh computes in the calling thread, milliseconds each time."""
     async with asyncio.timeout(HANDSHAKE_S):
         accepting = await incoming.accept()
         return await accepting.connect()
@@ -679,7 +676,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _cancel_others() -> None:
-    """End everything else that this event loop does."""
+    """End everything else that this event loop runs."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -712,7 +709,7 @@ def _has_ipv6_loopback() -> bool:
 
 
 def _usable(hint: str, host: str) -> bool:
-    """Whether others can use a bound address as a hint: ours if `host` is one, else any routable."""
+    """Return whether others can use a bound address: `host` if that is an address, else any routable one."""
     address, bound = ip_address(hint.rpartition(":")[0].strip("[]")), ip_address(host)
     return not address.is_link_local if bound.is_unspecified else address == bound
 
@@ -722,7 +719,7 @@ def _port(hint: str) -> str:
 
 
 async def _resolve(hint: str) -> list[str]:
-    """The socket addresses of one `host:port` hint; none if it cannot be read or resolved."""
+    """Resolve one `host:port` hint to socket addresses; none if it cannot be read or resolved."""
     host, _, port = hint.rpartition(":")
     if not port.isdecimal() or not 0 < int(port) < 65536:
         return []
@@ -736,10 +733,10 @@ async def _resolve(hint: str) -> list[str]:
 async def _look_up(host: str, port: int) -> list[str]:
     try:
         async with asyncio.timeout(RESOLVE_S):
-            found = await asyncio.get_running_loop().getaddrinfo(
+            results = await asyncio.get_running_loop().getaddrinfo(
                 host, port, family=socket.AF_INET, type=socket.SOCK_DGRAM
             )
     except (OSError, UnicodeError, TimeoutError) as error:
         logger.debug("cannot resolve the hint %s:%d: %s", host, port, error)
         return []
-    return [f"{address[4][0]}:{port}" for address in found]
+    return [f"{address[4][0]}:{port}" for address in results]

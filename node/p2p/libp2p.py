@@ -1,7 +1,7 @@
 """libp2p discovery and gossip: the only file that imports libp2p, which is trio and runs in a thread.
 
-Nothing here is believed and nothing depends on it: libp2p failing costs speed, never the node.
-The library is handed foreign bytes all day, so every way in has a limit and a last resort.
+Nothing here is believed and nothing depends on it: if libp2p fails it costs speed, never the node. The library
+reads foreign bytes, so every input has a limit, and every error is caught.
 """
 
 import asyncio
@@ -50,11 +50,10 @@ if TYPE_CHECKING:
 
 
 def check_free(host: str, port: int) -> None:
-    """Return if the TCP port of the IP address `host` can be bound; 0 asks about `host` alone.
+    """Return if the TCP port of the IP address `host` can be bound; 0 checks `host` alone.
 
-    Raises:
-        AddressInUse: another program listens there, even one that set SO_REUSEPORT.
-        TransportError: `host` is no IP address, or not one of this machine's.
+    Raises AddressInUse if another program listens there, even one that set SO_REUSEPORT; TransportError if
+    `host` is no IP address, or not one of this machine's.
     """
     try:
         version = ipaddress.ip_address(host).version
@@ -79,10 +78,10 @@ def check_free(host: str, port: int) -> None:
 
 
 WANTED_NEIGHBOURS = 4
-"""Least neighbours: with fewer, bootstrap peers are dialled again."""
+"""Fewest neighbours: with fewer, bootstrap peers are dialled again."""
 DIAL_SECONDS = 10.0
 REACH_SECONDS = 3.0
-"""Time for one address of a peer while a caller waits: there may be others, and other peers."""
+"""Seconds for one address of a peer while a caller waits: there may be other addresses, and other peers."""
 RETRY_SECONDS = (1.0, 30.0)
 """First and longest pause between two dials of a bootstrap peer."""
 LOOKUP_SECONDS = 20.0
@@ -92,7 +91,7 @@ DIALS_PER_LOOKUP = 3
 
 
 class Dialler:
-    """Keeps one host connected."""
+    """Keep one host connected."""
 
     def __init__(
         self,
@@ -112,11 +111,11 @@ class Dialler:
         self._reaching: dict[ID, trio.Lock] = {}
 
     def is_connected(self, peer: "ID") -> bool:
-        """Whether there is a connection to `peer`, or it is us."""
+        """Return whether `peer` is connected, or is this node."""
         return peer == self._host.get_id() or bool(self._host.get_network().get_connections(peer))
 
     async def reach(self, infos: "Sequence[PeerInfo]", peer: "ID") -> None:
-        """Be connected to `peer`, by the first of `infos` that leads to it; those of others are not used.
+        """Connect to `peer` by the first of `infos` that leads to it; ignore those of other peers.
 
         Raises Unreachable.
         """
@@ -140,7 +139,7 @@ class Dialler:
             raise Unreachable(f"no TCP address of {peer} led to it: is its libp2p port open?")
 
     async def keep_dialling(self, info: "PeerInfo") -> None:
-        """Dial a bootstrap peer whenever we are short of neighbours."""
+        """Dial a bootstrap peer whenever there are too few neighbours."""
         import trio
 
         pause, longest = RETRY_SECONDS
@@ -150,7 +149,7 @@ class Dialler:
             await trio.sleep(pause * random.uniform(0.8, 1.2))
 
     async def keep_looking(self, tidy: Callable[[], None]) -> None:
-        """Ask Kademlia for others of the run now and then; `tidy()` comes before every round."""
+        """Ask Kademlia for other peers of the run from time to time; call `tidy()` before every round."""
         import trio
 
         pause, longest = LOOKUP_PAUSES
@@ -165,24 +164,24 @@ class Dialler:
         """Do one round of Kademlia: find providers of this run, and announce ourselves as one."""
         for peer in self._host.get_connected_peers():
             await attempt(LOOKUP_SECONDS, self._dht.add_peer, peer)
-        found = await attempt(LOOKUP_SECONDS, self._find) or []
+        providers = await attempt(LOOKUP_SECONDS, self._find) or []
         await attempt(LOOKUP_SECONDS, self._dht.provide, self._content)
-        await self._dial_some([info for info in found if not self.is_connected(info.peer_id)])
+        await self._dial_some([info for info in providers if not self.is_connected(info.peer_id)])
 
     async def _dial_some(self, infos: "list[PeerInfo]") -> None:
         for info in random.sample(infos, min(DIALS_PER_LOOKUP, len(infos))):
             await self._dial(info)
 
     async def _find(self) -> "list[PeerInfo]":
-        """Providers of the run: those that told us, and those that others know of."""
+        """Find providers of the run, both those that told us and those that others know of."""
         records, key = self._dht.provider_store.providers, bytes.fromhex(self._content)
         # A key with local records, our own among them, is never looked up elsewhere.
-        told = records.pop(key, {})
+        local = records.pop(key, {})
         try:
-            found = await self._dht.find_providers(self._content)
+            remote = await self._dht.find_providers(self._content)
         finally:
-            records.setdefault(key, {}).update(told)
-        return found + [record.provider_info for record in told.values()]
+            records.setdefault(key, {}).update(local)
+        return remote + [record.provider_info for record in local.values()]
 
     async def _dial(self, info: "PeerInfo") -> bool:
         await attempt(DIAL_SECONDS, self._host.connect, info)
@@ -199,7 +198,7 @@ CARRYING = "/primerl/blobs/1"
 MAX_UNREAD = 64 * MIB
 """Unread bytes of one connection; the windows of four chunks have as many."""
 UNREAD_SECONDS = 0.25
-"""Between two looks at that."""
+"""Seconds between two checks of that."""
 MAX_FRAME = 256 * KIB
 """One pubsub frame; an honest one carries a few facts or a list of message names."""
 MAX_BOOTSTRAP = 16
@@ -208,7 +207,7 @@ HIGH_WATER, MAX_CONNECTIONS = 24, 64
 HANG_UP_SECONDS = 2.0
 
 INSTALL = "pip install --no-deps libp2p==0.8.1"
-"""Installs libp2p without its requirements: pyproject.toml says why. constraints.txt pins the same
+"""Command that installs libp2p without its requirements: pyproject.toml says why. constraints.txt pins the same
 version."""
 OPTIONAL = frozenset({"coincurve", "fastecdsa", "miniupnpc"})
 """Modules that libp2p imports at once, for other kinds of keys than Ed25519 and for UPnP. No node uses these,
@@ -216,12 +215,12 @@ and they have no wheel for every Python: fastecdsa for none."""
 
 
 def is_installed() -> bool:
-    """Tell whether libp2p is here, without importing it."""
+    """Return whether libp2p is installed, without importing it."""
     return importlib.util.find_spec("libp2p") is not None
 
 
 class MissingModule(ModuleType):
-    """A module of OPTIONAL that is not installed, or a name in it: may be imported, must not be called."""
+    """Stand in for a missing module of OPTIONAL, or a name in it: it may be imported, not called."""
 
     def __getattr__(self, name: str) -> "MissingModule":
         if name.startswith("__"):
@@ -229,12 +228,12 @@ class MissingModule(ModuleType):
         return MissingModule(f"{self.__name__}.{name}")
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raise ValueError, as the library itself does for a key that is none."""
+        """Raise ValueError, as the library itself does for an invalid key."""
         raise ValueError(f"{self.__name__} is not installed: nodes have Ed25519 keys")
 
 
 class MissingModuleFinder(MetaPathFinder, Loader):
-    """Finds a MissingModule for those of OPTIONAL that no other finder finds."""
+    """Find a MissingModule for those of OPTIONAL that no other finder finds."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -256,9 +255,9 @@ sys.meta_path.append(MissingModuleFinder())  # the last one: installed modules c
 
 
 FACT_QUEUE = 256
-"""Facts that wait for a reader; a newer one pushes out the oldest."""
+"""Facts that wait for a reader; a newer one replaces the oldest."""
 LEAVE_SECONDS = 3.0
-"""How long close() lets a session end before it is cancelled."""
+"""Seconds that close() gives a session to end before it is cancelled."""
 RESTART_SECONDS = (1.0, 60.0)
 """First and longest pause before the next session."""
 
@@ -305,7 +304,7 @@ class Libp2pDiscovery:
         return self._facts.dropped
 
     def addresses(self) -> tuple[str, ...]:
-        """Our multiaddrs with /p2p/PEERID; empty before start()."""
+        """Return our multiaddrs with /p2p/PEERID; empty before start()."""
         return self._addresses
 
     async def start(self, bootstrap: Sequence[str]) -> None:
@@ -325,10 +324,9 @@ class Libp2pDiscovery:
             raise
 
     async def publish(self, sealed: bytes) -> None:
-        """Gossip a sealed fact; between two sessions it is dropped.
+        """Gossip a sealed fact; drop it if no session is open.
 
-        Raises:
-            LocalProtocolError: the fact is larger than MAX_GOSSIP.
+        Raises LocalProtocolError if the fact is larger than MAX_GOSSIP.
         """
         if len(sealed) > MAX_GOSSIP:
             raise LocalProtocolError(
@@ -341,7 +339,7 @@ class Libp2pDiscovery:
             logger.debug("a fact was not gossiped: discovery is not running")
 
     def facts(self) -> AsyncIterator[GossipFact]:
-        """Facts from others as they come; ends with close(). All callers share one queue."""
+        """Yield facts from others as they come, until close(). All callers share one queue."""
         return self._facts
 
     async def converse(
@@ -358,7 +356,7 @@ class Libp2pDiscovery:
             raise Unreachable("libp2p is not running: nothing goes over TCP") from error
 
     def callers(self) -> AsyncIterator[tuple[bytes, Stream]]:
-        """(NodeId, stream) of peers that want to converse; ends with close()."""
+        """Yield (NodeId, stream) of peers that want to talk, until close()."""
         return self._incoming.listen()
 
     def neighbours(self) -> int:
@@ -406,7 +404,7 @@ class Libp2pDiscovery:
         self,
         bootstrap: tuple[str, ...],
         leaving: "trio.Event",
-        left: "trio.Event",
+        closed: "trio.Event",
         *,
         task_status: _Started,
     ) -> None:
@@ -433,7 +431,7 @@ class Libp2pDiscovery:
                         await leaving.wait()
                     pause = min(2 * pause, RESTART_SECONDS[1])
         finally:
-            left.set()
+            closed.set()
 
     @asynccontextmanager
     async def _open_session(self) -> "AsyncGenerator[Libp2pSession]":
@@ -474,7 +472,7 @@ class Libp2pSession:
         receive: Callable[[GossipFact], None],
         take: Take,
     ) -> None:
-        """`take(peer, stream)` answers a stream that a peer opened, and returns when it is over."""
+        """`take(peer, stream)` answers a stream that a peer opened, and returns once it is finished."""
         from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 
         self.port = 0
@@ -525,7 +523,7 @@ class Libp2pSession:
         await self._pubsub.publish(self._topic, sealed)
 
     async def keep_connected(self, bootstrap: Sequence[str]) -> None:
-        """Dial the bootstrap peers whenever we are short of neighbours, and ask Kademlia."""
+        """Dial the bootstrap peers whenever there are too few neighbours, and ask Kademlia."""
         import trio
 
         async with trio.open_nursery() as nursery:
@@ -562,22 +560,27 @@ class Libp2pSession:
             await self._host.close()
 
     def _note_addresses(self) -> None:
-        bound = [a for one in self._host.get_network().listeners.values() for a in one.get_addrs()]
+        bound = [
+            a
+            for listener in self._host.get_network().listeners.values()
+            for a in listener.get_addrs()
+        ]
         if not bound:
             raise AddressInUse("the TCP port was taken while libp2p started: start again")
         self.port = int(bound[0].value_for_protocol("tcp") or 0)
         self.addresses = tuple(str(address) for address in self._host.get_addrs())
 
     async def _keep_bounded(self) -> None:
-        """Disconnect peers that send more than their windows: the library complains, and buffers it."""
+        """Disconnect peers that send more than their windows allow: the library only logs it and buffers the
+        bytes."""
         import trio
 
         while True:
             await trio.sleep(UNREAD_SECONDS)
-            for one in self._host.get_network().get_connections():
-                buffers = getattr(one.muxed_conn, "stream_buffers", {})
+            for connection in self._host.get_network().get_connections():
+                buffers = getattr(connection.muxed_conn, "stream_buffers", {})
                 if sum(map(len, buffers.values())) > MAX_UNREAD:
-                    await attempt(HANG_UP_SECONDS, one.close)
+                    await attempt(HANG_UP_SECONDS, connection.close)
 
     def _known(self) -> "list[PeerInfo]":
         """List peers with addresses from mDNS or from earlier contact."""
@@ -592,7 +595,7 @@ class Libp2pSession:
         self._router.recent_message_deliveries.clear()
 
     async def _answer(self, raw: "INetStream") -> None:
-        """A stream that a peer opened. An error here would take the whole host down with it."""
+        """Serve a stream that a peer opened; an error here would stop the whole host."""
         peer = raw.muxed_conn.peer_id
         stream = TrioStream(raw, partial(self._host.disconnect, peer))
         try:
@@ -632,7 +635,7 @@ def _guarded_pubsub(
 
 
 def _guarded_class(host: "IHost", topic: str, gate: GossipFilter) -> "type[Pubsub]":
-    """The library's Pubsub with its three careless methods replaced. Made here because it is imported here."""
+    """Make the library's Pubsub with three unsafe methods replaced; here, because importing it is slow."""
     import trio
     from libp2p.io.exceptions import IOException, MessageTooLarge
     from libp2p.network.connection.exceptions import RawConnError
@@ -693,7 +696,7 @@ def _guarded_class(host: "IHost", topic: str, gate: GossipFilter) -> "type[Pubsu
 
 
 def _make_host(key: SecretKey) -> "IHost":
-    """A TCP host under the node's own key: Noise and nothing weaker, and few connections."""
+    """Make a TCP host under the node's own key: Noise only, and few connections."""
     from libp2p import new_host
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.crypto.x25519 import create_new_key_pair as create_noise_pair
@@ -783,7 +786,7 @@ def _dialable(addresses: "Sequence[Multiaddr]") -> "list[Multiaddr]":
     """Return the addresses to announce: a wildcard address stands for the machine's own ones."""
     from libp2p.utils.address_validation import expand_wildcard_address
 
-    return [one for address in addresses for one in expand_wildcard_address(address)]
+    return [expanded for address in addresses for expanded in expand_wildcard_address(address)]
 
 
 def _quiet() -> None:

@@ -1,4 +1,4 @@
-"""Token buckets: how much of something a peer may use, and how fast we let bytes out. Time is an argument."""
+"""Token buckets: how much of something a peer may use, and how fast we send bytes. Time is an argument."""
 
 import asyncio
 import time
@@ -43,7 +43,7 @@ class TokenBuckets:
 
 
 class Pacer:
-    """Spreads uploads over time; without a rate it never waits."""
+    """Spread uploads over time; without a rate, never wait."""
 
     def __init__(self, bytes_per_second: float) -> None:
         rate = bytes_per_second
@@ -56,7 +56,7 @@ class Pacer:
 
 
 def network_of(address: str) -> str:
-    """The part of an IP address that one customer of a provider has: /24, or /48 of IPv6.
+    """Return the part of an IP address that one customer of a provider has: /24, or /48 of IPv6.
 
     Empty for loopback, and where there is no address.
     """
@@ -71,20 +71,20 @@ def network_of(address: str) -> str:
 
 
 NEIGHBOUR_RATE = 16.0
-"""Facts a second that one neighbour may hand us, its own and relayed ones alike."""
+"""Facts per second that one neighbour may send us, its own and relayed ones together."""
 NEIGHBOUR_BURST = 64.0
 ORIGIN_RATE = 4.0
-"""Facts a second that one signer may spread: a flood must not use up its relay's allowance."""
+"""Facts per second that one signer may spread: a flood must not use up the allowance of its relay."""
 ORIGIN_BURST = 32.0
 BYTE_RATE = 128.0 * KIB
-"""Bytes a second that are read from one neighbour; the rest waits in its own send buffer."""
+"""Bytes per second that are read from one neighbour; the rest waits in its own send buffer."""
 BYTE_BURST = 512.0 * KIB
 KNOWN_IDS = 1024
 KNOWN_FACTS = 4096
 
 
 class RecentSet:
-    """The last `limit` different keys; asking refreshes nothing, so repetition cannot pin a key."""
+    """The last `limit` different keys; looking one up does not refresh it, so repetition cannot pin a key."""
 
     def __init__(self, limit: int) -> None:
         self._keys = RecentDict[bytes, None](limit)
@@ -99,7 +99,7 @@ class RecentSet:
 
 
 class GossipFilter:
-    """Decides which gossiped contents come in; `dropped` counts the others by reason."""
+    """Decide which gossiped contents come in; `dropped` counts the others by reason."""
 
     def __init__(self) -> None:
         self.dropped: Counter[str] = Counter()
@@ -109,11 +109,11 @@ class GossipFilter:
         self._seen = RecentSet(KNOWN_FACTS)
 
     def pause(self, neighbour: bytes, size: int, now: float) -> float:
-        """Seconds to leave `neighbour` unread after a frame of `size` bytes."""
+        """Return the seconds to leave `neighbour` unread after a frame of `size` bytes."""
         return self._bytes.debt(neighbour, now, size)
 
     def admits(self, neighbour: bytes, data: bytes, now: float) -> bool:
-        """The cheap checks, before a signature is verified. A repeat spends an allowance too."""
+        """Do the cheap checks, before a signature is verified. A repeat uses up allowance too."""
         if not self._neighbours.take(neighbour, now):
             return self._drop("neighbour_rate")
         if len(data) > MAX_GOSSIP:
@@ -121,7 +121,7 @@ class GossipFilter:
         return digest(data) not in self._seen or self._drop("repeated")
 
     def accepts(self, origin: bytes, data: bytes, now: float) -> bool:
-        """The last check, once `origin` is known to have signed `data`; True takes it in."""
+        """Do the last check, once `origin` is known to have signed `data`; True if it is accepted."""
         if len(data) > MAX_GOSSIP:
             return self._drop("too_large")
         if not self._origins.take(origin, now):
@@ -130,7 +130,7 @@ class GossipFilter:
         return True
 
     def knows(self, data: bytes) -> None:
-        """Our own fact: it is not news when it comes back."""
+        """Remember our own fact, so that it is not news when it comes back."""
         self._seen.add(digest(data))
 
     def _drop(self, reason: str) -> bool:

@@ -18,25 +18,25 @@ from .limits import network_of
 from .transport import Connection, PathInfo
 
 MAX_PEERS = 8192
-"""Rows of the table, connected ones apart."""
+"""Rows of the table, without connected peers."""
 DROPPED = 128
 """Rows dropped at a time from a full table: choosing them takes 5 ms, and anyone can fill it."""
 EMA = 0.3
 ENOUGH_HOLDERS = 4
-"""Peers that only want a version count as sources of it where fewer than this claim to hold it."""
+"""Peers that are fetching a version count as its sources where fewer than this claim to hold it."""
 HEAL = 0.02
-"""Every observation heals the success of all peers by this much: no peer is excluded for ever."""
+"""Every observation moves the success of all peers towards 1 by this much: no peer is excluded for ever."""
 
 
 class Tier(IntEnum):
-    """Standing of a peer by its proofs: lower tiers lose their connections first."""
+    """Tier of a peer by its proofs: lower tiers lose their connections first."""
 
     STRANGER = 0
-    """A key, and keys are free."""
+    """Has a key only, and keys are free."""
     NEWCOMER = 1
-    """Showed a ticket; no accepted work yet."""
+    """Showed a ticket, and has no accepted work yet."""
     MEMBER = 2
-    """Has accepted work; on a node that joined, the trainer and the peers that it named."""
+    """Has accepted work; on a node that joined, also the trainer and the peers that it named."""
 
 
 @dataclass
@@ -48,16 +48,16 @@ class Peer:
     ticket: bytes = b""
     """Name of the ticket that it showed."""
     network: str = ""
-    """See network_of(); of its last connection."""
+    """See network_of(), of its last connection."""
     record: PeerRecord | None = None
     sealed: bytes = b""
-    """The sealed record, to pass on."""
+    """The sealed record, to pass on to others."""
     retired: bool = False
     """Whether its key was retired: nothing is fetched from it any more."""
     record_until: float = 0.0
     """Unix seconds; the newest record of a node lasts longest."""
     hinted: bool = False
-    """A ticket names it: it is never forgotten."""
+    """Whether a ticket names it: it is never forgotten."""
     addresses: tuple[str, ...] = ()
     connections: list[Connection] = field(default_factory=list[Connection])
     last_seen: float = 0.0
@@ -68,36 +68,36 @@ class Peer:
     """EMA of bytes per second of chunks we fetched from it; 0 before the first."""
     sent: int = 0
     received: int = 0
-    """Bytes over connections that are gone; traffic() adds the others."""
+    """Bytes over closed connections; traffic() adds the others."""
     blamed: Counter[Reason] = field(default_factory=Counter[Reason])
     holding: tuple[int, int, bool] | None = None
-    """(epoch, version, complete), as it last told; ask PeerTable.holds()."""
+    """(epoch, version, complete), as it last announced; see PeerTable.holds()."""
     holding_until: float = 0.0
     """Unix seconds."""
 
     def path(self) -> PathInfo | None:
         """Describe the present connection, with byte counters over all connections ever."""
-        live = [one.path() for one in self.connections if not one.closed]
+        live = [connection.path() for connection in self.connections if not connection.closed]
         if not live:
             return None
         best = min(live, key=lambda info: (info.kind == "relayed", info.rtt_ms or 0.0))
         return PathInfo(best.kind, best.rtt_ms, *self.traffic())
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes (sent, received) over all connections ever, also those that have ended unnoticed."""
-        known = [one.path() for one in self.connections]
+        """Return bytes (sent, received) over all connections ever, also those whose end went unnoticed."""
+        known = [connection.path() for connection in self.connections]
         sent = self.sent + sum(info.bytes_sent for info in known)
         return sent, self.received + sum(info.bytes_received for info in known)
 
 
 class PeerTable:
-    """All peers that we know."""
+    """Keep all known peers."""
 
     def __init__(self) -> None:
         self._peers: dict[bytes, Peer] = {}
 
     def get(self, node: bytes) -> Peer:
-        """The row of `node`, made if need be; then some that are of no use now may be forgotten."""
+        """Return the row of `node`, adding it if it is new; may then forget rows that are no longer of use."""
         peer = self._peers.get(node)
         if peer is None:
             self._make_room()
@@ -105,7 +105,7 @@ class PeerTable:
         return peer
 
     def _make_room(self) -> None:
-        """Drop some rows, those never seen first: records of nodes that do not exist can be gossiped freely."""
+        """Drop rows, those never seen first: anybody can gossip records of nodes that do not exist."""
         if len(self._peers) < MAX_PEERS:
             return
         idle = [peer for peer in self._peers.values() if not peer.hinted and peer.path() is None]
@@ -120,14 +120,14 @@ class PeerTable:
             del self._peers[node]
 
     def rows(self) -> list[Peer]:
-        """A snapshot of all rows."""
+        """Return a snapshot of all rows."""
         return list(self._peers.values())
 
     def learn(self, record: PeerRecord, sealed: bytes) -> None:
-        """Take in a verified peer record; one that is older than ours is ignored while ours is valid.
+        """Add a verified peer record; ignore one that is older than ours while ours is valid.
 
-        Anybody may pass on an old record, and would lead us to an address that its node has left.
-        An empty `sealed` stands for a record that is not passed on and that any other replaces.
+        Anybody may pass on an old record and so lead us to an address that its node has left. An empty `sealed`
+        stands for a record that is not passed on and that any other replaces.
         """
         peer = self.get(record.node)
         if peer.retired:
@@ -139,7 +139,7 @@ class PeerTable:
         peer.addresses = record.addresses or peer.addresses
 
     def hold(self, holding: Holding, until: float) -> None:
-        """Take in a verified holding, valid `until` then (Unix seconds, set by the caller).
+        """Add a verified holding, valid `until` then (Unix seconds, set by the caller).
 
         Only the newest of a node counts, and none is kept of nodes without a peer record here.
         """
@@ -150,30 +150,30 @@ class PeerTable:
         peer.holding, peer.holding_until = news, until
 
     def holds(self, node: bytes, now: float) -> tuple[int, int, bool] | None:
-        """(epoch, version, complete) as `node` told, if that is still fresh; `now` in Unix seconds."""
+        """Return (epoch, version, complete) as `node` announced, if still fresh; `now` in Unix seconds."""
         peer = self._peers.get(node)
         return peer.holding if peer is not None and now < peer.holding_until else None
 
     def holders(self, epoch: int, version: int, now: float) -> list[bytes]:
         """List peers that claim to hold that version or a later one of its epoch.
 
-        Where these are few, also peers that fetch just this one: they will soon have parts of it.
+        Where these are few, also list peers that are fetching this version: they will soon have parts of it.
         """
-        told = [(node, self.holds(node, now)) for node in self._peers]
-        whole = [(node, what) for node, what in told if what and what[2]]
+        claims = [(node, self.holds(node, now)) for node in self._peers]
+        whole = [(node, what) for node, what in claims if what and what[2]]
         hold = [node for node, what in whole if what[0] == epoch and what[1] >= version]
         if len(hold) >= ENOUGH_HOLDERS:
             return hold
-        return hold + [node for node, what in told if what == (epoch, version, False)]
+        return hold + [node for node, what in claims if what == (epoch, version, False)]
 
     def retire(self, node: bytes) -> None:
-        """Forget where a node is whose key was retired; of nodes without a row there is nothing to forget."""
+        """Forget the addresses of a node whose key was retired; a node without a row has none."""
         if (peer := self._peers.get(node)) is not None and not peer.hinted:
             peer.retired, peer.record, peer.sealed, peer.addresses = True, None, b"", ()
             peer.holding = None
 
     def hint(self, node: bytes, addresses: Iterable[str]) -> None:
-        """Take in addresses from a ticket, before any record is known."""
+        """Add addresses from a ticket, before any record is known."""
         peer = self.get(node)
         peer.hinted = True
         peer.addresses = tuple(addresses) or peer.addresses
@@ -184,14 +184,14 @@ class PeerTable:
         peer.tier, peer.ticket = tier, ticket
 
     def tier(self, node: bytes) -> Tier:
-        """The tier of a peer; the trainer that a ticket names is a member at once."""
+        """Return the tier of a peer; the trainer that a ticket names is a member at once."""
         peer = self._peers.get(node)
         if peer is None:
             return Tier.STRANGER
         return Tier.MEMBER if peer.hinted else peer.tier
 
     def network_of(self, node: bytes) -> str:
-        """The network that a peer dialled from last; empty where that is not known or says nothing."""
+        """Return the network that a peer last dialled from; empty where it is unknown or says nothing."""
         peer = self._peers.get(node)
         return peer.network if peer is not None else ""
 
@@ -203,7 +203,7 @@ class PeerTable:
         peer.last_seen = time.time()
 
     def disconnected(self, node: bytes, connection: Connection) -> None:
-        """Remove a connection; its byte counters stay."""
+        """Remove a connection, but keep its byte counters."""
         peer = self.get(node)
         if connection in peer.connections:
             peer.connections.remove(connection)
@@ -237,15 +237,15 @@ class PeerTable:
         self.failed(node)
 
     def reliability(self, node: bytes) -> float:
-        """Success in 0..1."""
+        """Return the success in 0..1."""
         return self.get(node).success
 
     def has_served(self, node: bytes) -> bool:
-        """Whether it ever gave us a good chunk."""
+        """Return whether it ever gave us a good chunk."""
         return self.get(node).bandwidth > 0.0
 
     def weight(self, node: bytes) -> float:
-        """Success times bandwidth, for choosing sources; an untried peer counts as a middling one."""
+        """Return success times bandwidth, for choosing sources; an untried peer counts as average."""
         peer = self.get(node)
         known = [other.bandwidth for other in self._peers.values() if other.bandwidth]
         typical = sorted(known)[len(known) // 2] if known else 1.0
@@ -264,18 +264,18 @@ NO_DETOUR_S = 15.0
 """Time with the usual path after a detour that failed or ended."""
 REST_S = 30.0
 PATIENCE_S = 2.0
-"""Seconds that a source may let us wait for nothing, all in all, before nobody waits for it any more."""
+"""Seconds that a source may keep us waiting in vain, in total, before nobody waits for it any more."""
 PATIENCE_GAIN = 0.1
-"""Share of the time of a fetch that a source which gave something is allowed again."""
+"""Share of a fetch's time that a source which gave something may keep us waiting again."""
 STALLS = 2
-"""Fetches in a row in which a source was doubted and gave nothing, after which it is passed over for STALL_S,
-and twice as long each further time, at most STALL_MAX_S."""
+"""After this many fetches in a row in which a source was doubted and gave nothing, it is passed over for
+STALL_S, then twice as long each time, at most STALL_MAX_S."""
 STALL_S = 60.0
 STALL_MAX_S = 600.0
 
 
 class PeerScores:
-    """Lies, failures, delays and detours of sources, by id: node ids, and names of seeds."""
+    """Lies, failures, delays and detours of sources, by node id or name of a seed."""
 
     def __init__(self) -> None:
         self._patience = RecentDict[bytes, float](MAX_PEERS)
@@ -297,15 +297,15 @@ class PeerScores:
         return now < self._shunned.get(source, 0.0)
 
     def patience(self, source: bytes) -> float:
-        """Seconds that a source may let us wait in the next fetch; one that we do not know has PATIENCE_S."""
+        """Return the seconds that a source may keep us waiting in the next fetch; first PATIENCE_S."""
         return self._patience.get(source, PATIENCE_S)
 
     def stalled(self, source: bytes) -> bool:
-        """Whether a source let us wait for nothing in the last fetch that needed it, however short that was."""
+        """Return whether a source kept us waiting in vain in the last fetch that needed it."""
         return source in self._stalls
 
     def passed_over(self, source: bytes, now: float) -> bool:
-        """Whether a source is left out, because it let us wait for nothing again and again."""
+        """Return whether a source is left out because it repeatedly kept us waiting in vain."""
         return now < self._passed_over.get(source, 0.0)
 
     def fetched(
@@ -319,13 +319,13 @@ class PeerScores:
         idle: bool,
         seconds: float,
     ) -> None:
-        """Note what a source was worth in a fetch of so many `seconds`, of which we `waited` for nothing.
+        """Record how useful a source was in a fetch of `seconds`, of which we `waited` for it in vain.
 
-        `doubted`: it let us wait for longer than it was allowed to. `idle`: it gave nothing, and others did in
-        the same time.
+        `doubted`: it kept us waiting longer than allowed. `idle`: it gave nothing, and others did in the same
+        time.
         """
-        left = self.patience(source) - waited + (PATIENCE_GAIN * seconds if delivered else 0.0)
-        self._patience[source] = min(max(left, 0.0), PATIENCE_S)
+        patience = self.patience(source) - waited + (PATIENCE_GAIN * seconds if delivered else 0.0)
+        self._patience[source] = min(max(patience, 0.0), PATIENCE_S)
         if delivered:
             self._stalls.pop(source, None)
         elif doubted:
@@ -337,7 +337,7 @@ class PeerScores:
             self._stalls.setdefault(source, 0)
 
     def path_failed(self, source: bytes, now: float, *, detour: bool) -> None:
-        """Take the other path to a source for a while: the usual one failed or, with `detour`, that one.
+        """Use the other path to a source for a while: the usual one failed or, with `detour`, that one.
 
         Several calls may report one failure: those over the usual path do not end a detour that has begun.
         """
@@ -363,13 +363,13 @@ class PeerScores:
         return now < self._resting.get(source, 0.0)
 
     def silent(self, source: bytes) -> None:
-        """Note that a source did not state its chunks in time: the next fetch does not wait for it."""
+        """Note that a source did not list its chunks in time: the next fetch does not wait for it."""
         self._silent.add(source)
 
     def spoke(self, source: bytes) -> None:
-        """Note that a source stated its chunks."""
+        """Note that a source listed its chunks."""
         self._silent.discard(source)
 
     def awaited(self, source: bytes) -> bool:
-        """Whether a fetch should hear it before it asks anybody else."""
+        """Return whether a fetch should hear from it before it asks anybody else."""
         return source not in self._silent

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """The peer understood and said no."""
+    """The peer understood the request and refused it."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason.value}: {detail}" if detail else reason.value)
@@ -49,9 +49,9 @@ async def receive(stream: Stream, kind: type[T], limit: int = MAX_MESSAGE) -> T:
     try:
         return decode(payload, kind)
     except RemoteProtocolError:
-        said = decode(payload, Beginning)
-        if said.type == Hello.__name__ and said.wire_version != WIRE_VERSION:
-            raise wrong_version("your node", said.wire_version, here="the trainer") from None
+        beginning = decode(payload, Beginning)
+        if beginning.type == Hello.__name__ and beginning.wire_version != WIRE_VERSION:
+            raise wrong_version("your node", beginning.wire_version, here="the trainer") from None
         raise
 
 
@@ -62,29 +62,28 @@ async def receive_reply(stream: Stream, kind: type[T]) -> T:
     try:
         reply = decode(payload, kind | Refusal)  # type: ignore[operator]
     except RemoteProtocolError:
-        said = decode(payload, Beginning)
-        if said.type == Refusal.__name__:
-            raise _foreign_refusal(said) from None
-        if said.type == Welcome.__name__ and said.wire_version != WIRE_VERSION:
-            raise wrong_version("the trainer", said.wire_version) from None
+        beginning = decode(payload, Beginning)
+        if beginning.type == Refusal.__name__:
+            raise _foreign_refusal(beginning) from None
+        if beginning.type == Welcome.__name__ and beginning.wire_version != WIRE_VERSION:
+            raise wrong_version("the trainer", beginning.wire_version) from None
         raise
     if isinstance(reply, Refusal):
         raise Refused(reply.reason, reply.detail)
     return reply  # type: ignore[return-value]
 
 
-def _foreign_refusal(said: Beginning) -> Refused:
-    """A refusal with a reason or fields that we do not know: its words are all that we understand."""
-    if said.reason in list(Reason):
-        return Refused(Reason(said.reason), said.detail[:MAX_NAME])
-    return Refused(Reason.WRONG_VERSION, f"{said.reason}: {said.detail}"[:MAX_NAME])
+def _foreign_refusal(beginning: Beginning) -> Refused:
+    """Convert a refusal with a reason or fields that we do not know; only its text is understood."""
+    if beginning.reason in list(Reason):
+        return Refused(Reason(beginning.reason), beginning.detail[:MAX_NAME])
+    return Refused(Reason.WRONG_VERSION, f"{beginning.reason}: {beginning.detail}"[:MAX_NAME])
 
 
 async def ask(connection: Connection, request: Message, kind: type[T], *, deadline: float) -> T:
-    """Send `request` on a fresh stream and wait at most `deadline` seconds for its reply.
+    """Send `request` on a new stream and wait at most `deadline` seconds for its reply.
 
-    Raises:
-        Refused, RemoteProtocolError, TransportError (TooSlow when the deadline passed).
+    Raises Refused, RemoteProtocolError, TransportError (TooSlow when the deadline passed).
     """
     stream: Stream | None = None
     try:
@@ -102,7 +101,7 @@ async def ask(connection: Connection, request: Message, kind: type[T], *, deadli
 
 
 async def refuse(stream: Stream, reason: Reason, detail: str = "") -> None:
-    """Say no, if the stream still carries it."""
+    """Send a refusal, if the stream still carries it."""
     try:
         await send(stream, Refusal(reason, detail[:250]))
         await stream.finish()

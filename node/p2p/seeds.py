@@ -1,7 +1,7 @@
 """Seeds: chunks from a copy of a node's `chunks` folder, on a static web server or a disk of this machine.
 
-A seed is believed in nothing: not in its headers, its lengths, nor its redirects; and no URL is ever logged
-or shown, for it may hold a password.
+Nothing that a seed says is believed: headers, lengths, redirects. No URL is ever logged or shown, as it may
+contain a password.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
 CONNECT_S = 5.0
-"""Time for the TCP handshake of one address."""
+"""Seconds for the TCP handshake with one address."""
 SILENCE_S = 10.0
 """A seed that sends nothing for this long, before the first byte or later, is given up."""
 CONNECTIONS_PER_SEED = 8
@@ -49,11 +49,11 @@ class HttpSeed:
 
     @property
     def name(self) -> str:
-        """`seed:` and the host, numbered where one host has several: all that others may see."""
+        """`seed:` and the host, numbered if one host has several: all that others may see."""
         return self._name
 
     async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
-        """Exactly `chunk.size` bytes that claim to be this chunk, within `deadline` seconds.
+        """Fetch exactly `chunk.size` bytes that claim to be this chunk, within `deadline` seconds.
 
         Raises:
             Refused: the seed has no such file (NOT_FOUND).
@@ -86,7 +86,7 @@ class HttpSeed:
                 response.close()  # a body that was read to its end has left its connection already
 
     def _check(self, response: "ClientResponse", size: int) -> None:
-        """Refuse, by its headers alone, a reply that cannot be the chunk."""
+        """Refuse, by its headers alone, a response that cannot be the chunk."""
         if response.status in (NOT_FOUND, GONE):
             raise Refused(Reason.NOT_FOUND, self.name)
         if response.status != OK:
@@ -101,16 +101,16 @@ class HttpSeed:
             )
 
     async def _read(self, response: "ClientResponse", size: int) -> bytes:
-        held = bytearray()
-        while piece := await response.content.read(min(PIECE, size + 1 - len(held))):
-            held += piece
-            if len(held) > size:
+        data = bytearray()
+        while piece := await response.content.read(min(PIECE, size + 1 - len(data))):
+            data += piece
+            if len(data) > size:
                 raise TransportError(
                     f"{self.name} sends more than the {size} bytes that were signed"
                 )
-        if len(held) < size:
-            raise StreamClosed(f"{self.name} ended after {len(held)} of {size} bytes")
-        return bytes(held)
+        if len(data) < size:
+            raise StreamClosed(f"{self.name} ended after {len(data)} of {size} bytes")
+        return bytes(data)
 
     def _url(self, name: str) -> str:
         """Return the URL of a chunk, below the base with its query."""
@@ -126,7 +126,7 @@ class FolderSeed:
         self.name = name
 
     async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
-        """Exactly `chunk.size` bytes that claim to be this chunk, within `deadline` seconds.
+        """Fetch exactly `chunk.size` bytes that claim to be this chunk, within `deadline` seconds.
 
         Raises:
             Refused: there is no such file (NOT_FOUND).
@@ -152,7 +152,7 @@ class FolderSeed:
 
 
 def _place(base: SplitResult, name: str) -> str:
-    """The path of a chunk: the layout of FileStore below the base."""
+    """Return the path of a chunk: the layout of FileStore below the base."""
     return f"{base.path.rstrip('/')}/{name[:2]}/{name[2:4]}/{name}"
 
 
@@ -168,7 +168,7 @@ def read_most(path: Path, size: int) -> bytes:
 async def open_seeds(
     urls: Sequence[str], *, authority: Path | None = None
 ) -> AsyncGenerator[tuple[ChunkSource, ...]]:
-    """One seed for each base URL; those of the web over one session that ends with the block.
+    """Open one seed for each base URL; those on the web share a session that ends with the block.
 
     `authority`: a PEM file of certificates to trust beside the system's own.
 
@@ -199,10 +199,10 @@ async def open_seeds(
 
 def _names(urls: Sequence[str]) -> list[str]:
     hosts = ["folder" if _is_folder(url) else _host(url) for url in urls]
-    seen = [hosts[: number + 1].count(host) for number, host in enumerate(hosts)]
+    counts = [hosts[: number + 1].count(host) for number, host in enumerate(hosts)]
     return [
         f"seed:{host}" if count == 1 else f"seed:{host}#{count}"
-        for host, count in zip(hosts, seen, strict=True)
+        for host, count in zip(hosts, counts, strict=True)
     ]
 
 

@@ -1,7 +1,7 @@
-"""Serve chunks from the store: one by name, the one of several that helps most, and news of those held.
+"""Serve chunks from the store: one by name, whichever of several helps most, and news of the chunks held.
 
 Only chunks in the store are served or announced, and only verified bytes get there. Once a chunk was announced
-on a stream nothing but its bytes follows: a fault after that resets the stream.
+on a stream, only its bytes follow: a later fault resets the stream.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkWatch:
-    """The held ones of some chunks: bit i % 8 of byte i // 8 of `held` stands for the i-th."""
+    """Bitmap of the watched chunks that are held: bit i % 8 of byte i // 8 stands for chunk i."""
 
     def __init__(self, names: Sequence[bytes]) -> None:
         self._index = {name: number for number, name in enumerate(names)}
@@ -49,16 +49,16 @@ class ChunkWatch:
         self.news = asyncio.Event()
         """Set when a chunk was added, or the watch is over; the reader clears it."""
         self.over = False
-        """The other end is gone."""
+        """Whether the other end is gone."""
 
     @property
     def held(self) -> bytes:
-        """The bitmap as of now."""
+        """The present bitmap."""
         return bytes(self._held)
 
     @property
     def complete(self) -> bool:
-        """Whether all of them are held."""
+        """Whether all watched chunks are held."""
         return self._count == len(self._index)
 
     @property
@@ -77,7 +77,7 @@ class ChunkWatch:
 
 
 class ChunkArrivals:
-    """Wakes waiters and watches when a chunk arrives."""
+    """Wake waiters and watches when a chunk arrives."""
 
     def __init__(self) -> None:
         self._events: dict[bytes, asyncio.Event] = {}
@@ -87,11 +87,11 @@ class ChunkArrivals:
 
     @property
     def watched(self) -> int:
-        """Chunks of all watches together, a measure of their memory."""
+        """Chunks of all watches together: a measure of their memory."""
         return sum(watch.size for watch in self._watches)
 
     def expected(self, name: bytes) -> bool:
-        """Whether we are fetching this chunk ourselves."""
+        """Return whether we are fetching this chunk ourselves."""
         return self._expected[name] > 0
 
     @contextmanager
@@ -109,7 +109,7 @@ class ChunkArrivals:
 
     @contextmanager
     def watching(self, names: Sequence[bytes]) -> Generator[ChunkWatch]:
-        """Open a watch that is told every chunk from now on; the caller adds those already held."""
+        """Open a watch that is told of every chunk from now on; the caller adds those already held."""
         watch = ChunkWatch(names)
         self._watches.add(watch)
         try:
@@ -145,10 +145,10 @@ class ChunkArrivals:
 MAX_CHUNKS = 1 << 16
 """Chunks remembered; one that was forgotten counts as never given."""
 RELAY_S = 2.0
-"""Least time that others get to pass a chunk on before it is given away again."""
+"""Least time for others to pass a chunk on before it is given away again."""
 RELAY_MAX_S = 12.0
 UNDER_WAY_MAX_S = 60.0
-"""A copy that takes longer than this to send is not counted upon: its receiver may stall on purpose."""
+"""A copy that takes longer than this to send is not relied on: its receiver may stall on purpose."""
 FIRST_RATE = 1024 * 1024
 """Bytes per second that an upload is expected to reach before any was measured."""
 
@@ -160,11 +160,11 @@ class SentChunk:
     count: int = 0
     """Copies sent or being sent."""
     spreads_until: float = 0.0
-    """Time until which others may be counted upon to get it and to pass it on."""
+    """Time until which others are expected to receive it and pass it on."""
 
 
 class UploadCounts:
-    """Counts the uploads of each chunk, and those that are spreading among others."""
+    """Count the uploads of each chunk, and those that are spreading among others."""
 
     def __init__(self, chance: Random) -> None:
         self._chance = chance
@@ -172,15 +172,15 @@ class UploadCounts:
         self._seconds_per_byte = 1.0 / FIRST_RATE
 
     def choose(
-        self, held: Iterable[tuple[int, bytes]], *, urgent: bool, now: float
+        self, chunks: Iterable[tuple[int, bytes]], *, urgent: bool, now: float
     ) -> tuple[int, bytes] | None:
-        """The (index, digest) of `held` to give now; None while every one of them is spreading.
+        """Choose the (index, digest) in `chunks` to give now; None while every one of them is spreading.
 
         `urgent` gives one that spreads rather than none.
         """
         best: tuple[int, bytes] | None = None
         lowest: tuple[bool, int, float] | None = None
-        for index, name in held:
+        for index, name in chunks:
             given = self._given.get(name) or SentChunk()
             spreads = now < given.spreads_until
             if spreads and not urgent:
@@ -205,7 +205,7 @@ class UploadCounts:
             self._seconds_per_byte += 0.3 * (seconds / size - self._seconds_per_byte)
 
     def failed(self, name: bytes, now: float) -> None:
-        """Take back the count of a copy that did not get through."""
+        """Take back the count of a copy that was not delivered."""
         given = self._given.setdefault(name, SentChunk(1))
         given.count = max(0, given.count - 1)
         if not given.count:
@@ -214,8 +214,7 @@ class UploadCounts:
 
 FEWEST, MOST = 2, 16
 NEARLY = 0.85
-"""Share of the best rate that suffices: fewer uploads at a time complete chunks sooner, which is worth the
-rest."""
+"""Share of the best rate that is good enough: with fewer uploads at a time, chunks complete sooner."""
 RELEARN_AFTER = 256
 """Uploads after which all rates are measured again: networks change."""
 NEWEST = 0.25
@@ -223,7 +222,7 @@ NEWEST = 0.25
 
 
 class UploadLimit:
-    """Learns from completed uploads how many at a time complete chunks soonest."""
+    """Learn from completed uploads how many at a time complete chunks soonest."""
 
     def __init__(self, first: int = FEWEST) -> None:
         self._fewest = min(first, FEWEST)
@@ -232,7 +231,7 @@ class UploadLimit:
         self._rates: dict[int, float] = {}
         """Uploads under way -> bytes per second of all of them."""
         self.typical_s = 0.0
-        """About how long an upload takes; 0 before the first."""
+        """Typical seconds of an upload; 0 before the first."""
 
     @property
     def value(self) -> int:
@@ -261,14 +260,14 @@ def _mixed(known: float, newest: float) -> float:
 
 OVERDUE_S = 4.0
 OVERDUE = 4.0
-"""An upload that takes OVERDUE_S, and OVERDUE times as long as others, no longer occupies a slot: a slow
-reader, on purpose or not, holds up no other."""
+"""Factor of the usual time after which an upload, also older than OVERDUE_S, no longer occupies a slot: a slow
+reader, on purpose or not, must not hold up others."""
 MAX_UPLOADS = 64
 """Most uploads at a time, with overdue ones, which occupy no slot."""
 MAX_QUEUE = 512
 """Requests that may wait; further ones are told BUSY."""
 HALF_LIFE_S = 10.0
-"""Age at which bytes count half."""
+"""Age in seconds at which bytes count half."""
 MAX_ACCOUNTS = 1024
 
 
@@ -293,7 +292,7 @@ class ActiveUpload:
 
 
 class UploadTotals:
-    """Bytes sent to each peer lately: every byte weighs half after HALF_LIFE_S. Time is an argument."""
+    """Bytes recently sent to each peer: every byte counts half after HALF_LIFE_S. Time is an argument."""
 
     def __init__(self) -> None:
         self._sums: dict[bytes, tuple[float, float]] = {}
@@ -302,7 +301,7 @@ class UploadTotals:
         """Count `size` bytes sent to `peer`."""
         self._sums[peer] = (self.recent(peer, now) + size, now)
         if len(self._sums) > MAX_ACCOUNTS:
-            del self._sums[min(self._sums, key=lambda one: self.recent(one, now))]
+            del self._sums[min(self._sums, key=lambda account: self.recent(account, now))]
 
     def recent(self, peer: bytes, now: float) -> float:
         """Return the recent load of `peer`, in bytes."""
@@ -311,7 +310,7 @@ class UploadTotals:
 
 
 class UploadSlots:
-    """A bounded number of uploads at a time, the peers that got least lately first."""
+    """Limit the uploads at a time; the peers that received least lately go first."""
 
     def __init__(
         self,
@@ -320,7 +319,7 @@ class UploadSlots:
         queue: int = MAX_QUEUE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slots` to begin with; how many are best is learned."""
+        """`slots` is the limit at the start; the best limit is learned."""
         self._limit = UploadLimit(slots)
         self._most_waiting = queue
         self._clock = clock
@@ -367,15 +366,15 @@ class UploadSlots:
         now = self._clock()
         patience = max(OVERDUE_S, OVERDUE * self._limit.typical_s)
         while self._queue and len(self._uploads) < MAX_UPLOADS:
-            beside = sum(1 for one in self._uploads if now - one.begun < patience)
-            used = Counter(one.peer for one in self._uploads)
+            beside = sum(1 for upload in self._uploads if now - upload.begun < patience)
+            used = Counter(upload.peer for upload in self._uploads)
             # Of one peer: it cannot hold all slots by reading slowly on purpose.
             most = max(1, self._limit.value - 1)
-            ready = [one for one in self._queue if used[one.peer] < most]
+            ready = [waiting for waiting in self._queue if used[waiting.peer] < most]
             if beside >= self._limit.value or not ready:
                 return
             # min() keeps the first of equals: the order of arrival.
-            neediest = min(ready, key=lambda one: self._accounts.recent(one.peer, now))
+            neediest = min(ready, key=lambda waiting: self._accounts.recent(waiting.peer, now))
             self._queue.remove(neediest)
             upload = ActiveUpload(neediest.peer, now, beside + 1)
             self._uploads.append(upload)
@@ -384,8 +383,10 @@ class UploadSlots:
 
 REQUEST_TIMEOUT_S = 15.0
 UNHEARD_S = 0.25
-"""How long one waits with us for a chunk that we do not fetch: its head may be on its way to us. We will
-never have, say, an old snapshot if we followed by deltas, and waiting for it is time lost."""
+"""How long a requester waits for a chunk that we do not fetch: its head may be on its way to us.
+
+Waiting longer is time lost: we never get, say, an old snapshot if we followed by deltas.
+"""
 QUEUE_S = 60.0
 """A request that waits longer for an upload slot is refused as BUSY."""
 BEAT_S = 0.5
@@ -403,9 +404,9 @@ MAX_WATCHED_BY_ALL = 1 << 18
 
 
 class BlobServer:
-    """Answers the requests on ALPN_BLOBS.
+    """Answer the requests on ALPN_BLOBS.
 
-    The least node is a transport, a PeerTable, a ConnectionPool over both, a Store, ChunkArrivals, this with
+    The smallest node is a transport, a PeerTable, a ConnectionPool over both, a Store, ChunkArrivals, this with
     its handle() in a Router, and a BlobFetcher over the same store and arrivals.
     """
 
@@ -440,30 +441,32 @@ class BlobServer:
             await self._upload(turn, stream, 0, request.digest)
 
     async def _give_any(self, peer: bytes, stream: Stream, request: GetAnyChunk) -> None:
-        held = await asyncio.to_thread(self._held, request.wanted)
-        if not held:
+        chunks = await asyncio.to_thread(self._held, request.wanted)
+        if not chunks:
             raise RemoteProtocolError(Reason.NOT_FOUND, "none of these is kept")
-        self._choose(held, request)  # refuse at once if there is nothing to give
+        self._choose_chunk(chunks, request)  # refuse at once if there is nothing to give
         async with self._turn(peer, stream) as turn:
             # Only now: while it waited, others may have taken its chunk.
-            await self._upload(turn, stream, *self._choose(held, request))
+            await self._upload(turn, stream, *self._choose_chunk(chunks, request))
 
-    def _choose(self, held: Sequence[tuple[int, bytes]], request: GetAnyChunk) -> tuple[int, bytes]:
-        choice = self._copies.choose(held, urgent=request.urgent, now=time.monotonic())
+    def _choose_chunk(
+        self, chunks: Sequence[tuple[int, bytes]], request: GetAnyChunk
+    ) -> tuple[int, bytes]:
+        choice = self._copies.choose(chunks, urgent=request.urgent, now=time.monotonic())
         if choice is None:
             raise RemoteProtocolError(Reason.NOT_YET, "others have these and pass them on")
         return choice
 
     async def _find(self, name: bytes, patience: float) -> bool:
-        """Whether we hold a chunk; waits for one that we are fetching, or will hear of in a moment."""
-        held = await asyncio.to_thread(self._store.has, name)
-        if not held and patience > 0:
+        """Return whether we hold a chunk; wait for one that we are fetching or will soon hear of."""
+        present = await asyncio.to_thread(self._store.has, name)
+        if not present and patience > 0:
             await self._arrivals.wait(name, min(patience, UNHEARD_S))
-            held = await asyncio.to_thread(self._store.has, name)
-        if not held and patience > UNHEARD_S and self._arrivals.expected(name):
+            present = await asyncio.to_thread(self._store.has, name)
+        if not present and patience > UNHEARD_S and self._arrivals.expected(name):
             await self._arrivals.wait(name, patience - UNHEARD_S)
-            held = await asyncio.to_thread(self._store.has, name)
-        return held
+            present = await asyncio.to_thread(self._store.has, name)
+        return present
 
     def _held(self, names: Sequence[bytes]) -> list[tuple[int, bytes]]:
         return [(number, name) for number, name in enumerate(names) if self._store.has(name)]
@@ -518,16 +521,16 @@ class BlobServer:
                 self._copies.failed(name, now)
 
     async def _write(self, stream: Stream, data: memoryview) -> None:
-        left = REQUEST_TIMEOUT_S + len(data) / MIN_RATE
+        remaining_s = REQUEST_TIMEOUT_S + len(data) / MIN_RATE
         for start in range(0, len(data), PIECE):
             piece = data[start : start + PIECE]
             await self._pacer.pace(len(piece))  # our own slowness is not the receiver's
             began = time.monotonic()
-            async with asyncio.timeout(min(PIECE_S, left)):
+            async with asyncio.timeout(min(PIECE_S, remaining_s)):
                 await stream.write(piece)
-            left -= time.monotonic() - began
+            remaining_s -= time.monotonic() - began
         await stream.finish()
-        await _until_read(stream, max(PIECE_S, left))
+        await _until_read(stream, max(PIECE_S, remaining_s))
         await stream.abort()  # no effect if all was read; else buffered bytes are dropped
 
     # -- watches ---------------------------------------------------------------------------------
@@ -577,7 +580,7 @@ class BlobServer:
 
 @asynccontextmanager
 async def _whole_or_reset(stream: Stream) -> AsyncGenerator[None]:
-    """Reset the stream if the block fails: a refusal would be taken for bytes of the chunk."""
+    """Reset the stream if the block fails: the peer would take a refusal for bytes of the chunk."""
     whole = False
     try:
         yield
@@ -590,7 +593,7 @@ async def _whole_or_reset(stream: Stream) -> AsyncGenerator[None]:
 async def _until_read(stream: Stream, patience: float) -> None:
     """Wait until the receiver ends its direction too: writing ends when the bytes are in a buffer.
 
-    Without this a narrow line would look free, and a chunk given away, long before it is delivered.
+    Without this a slow connection would look free, and a chunk delivered, long before it is.
     """
     async with asyncio.timeout(patience):
         with suppress(TransportError):
@@ -611,10 +614,10 @@ TCP_CALLERS = 1024
 
 
 class TcpChunkServer:
-    """Answers peers that ask over TCP, by the handler that answers them over QUIC."""
+    """Answer peers that ask over TCP, by the handler that answers them over QUIC."""
 
     def __init__(self, carrier: StreamCarrier, peers: PeerTable, handler: Handler) -> None:
-        """The carrier bounds how many streams are open, of one peer and of all."""
+        """`carrier` limits how many streams are open, of one peer and of all."""
         self._carrier = carrier
         self._peers = peers
         self._handler = handler
@@ -640,7 +643,7 @@ class TcpChunkServer:
 
 @asynccontextmanager
 async def serving(server: TcpChunkServer) -> AsyncGenerator[None]:
-    """Run `server` while the block lasts; the node continues without it if it fails."""
+    """Run `server` during the block; the node continues without it if it fails."""
     running = asyncio.create_task(server.run())
     try:
         yield

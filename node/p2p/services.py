@@ -41,16 +41,16 @@ T = TypeVar("T")
 RECORD_TTL_S = 3600
 EQUIVOCATION = "equivocation"
 FAREWELL_S = 0.5
-"""Time for a proof of equivocation to leave before the node does."""
+"""Seconds for a proof of equivocation to be sent before the node ends."""
 GOODBYE_S = 2.0
-"""Longest time that a node which leaves takes to say so."""
+"""Longest time that a leaving node takes to say so."""
 
 
 KEY_REFUSALS = frozenset({Reason.KEY_IN_USE, Reason.KEY_RETIRED})
 
 
 def key_error(refusal: Refused) -> NodeError:
-    """Return what ends a node whose key its trainer refuses for one of KEY_REFUSALS."""
+    """Make the error that ends a node whose key its trainer refuses for one of KEY_REFUSALS."""
     if refusal.reason == Reason.KEY_RETIRED:
         return TicketError(
             f"the trainer refuses us: {refusal.detail}; another --data-dir gets a key of its own"
@@ -63,7 +63,7 @@ def key_error(refusal: Refused) -> NodeError:
 
 @dataclass
 class NodeServices:
-    """The node in its run: its key, its network, its ledger and its chunks; every role is built on it."""
+    """A node in its run: its key, its network, its ledger and its chunks; every role is built on it."""
 
     key: SecretKey
     run_id: bytes
@@ -82,7 +82,7 @@ class NodeServices:
     head_server: HeadServer
     discovery: Discovery | None
     holdings: HoldingsAnnouncer
-    """Versions that we hold, to be gossiped where discovery is on."""
+    """Versions that we hold, to be gossiped if discovery is on."""
     fraud: "asyncio.Queue[RemoteProtocolError]"
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the trainer has admitted this node."""
@@ -90,7 +90,7 @@ class NodeServices:
         default_factory=lambda: asyncio.Queue[Refused](1)
     )
     keep_chunks: set[bytes] = field(default_factory=set[bytes])
-    """Chunks that are no weights and are never collected: model files, manifests."""
+    """Chunks that are not weights and are never collected: model files, manifests."""
 
     def seal(
         self,
@@ -147,7 +147,7 @@ class NodeServices:
             raise
 
     def addresses(self) -> tuple[str, ...]:
-        """host:port hints for tickets and records."""
+        """Return host:port hints for tickets and records."""
         return tuple(self.config.network.advertise) or self.transport.addresses()
 
     def discovery_addresses(self) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class NodeServices:
         return self.seal(Purpose.PEER, record, expires=time.time() + RECORD_TTL_S)
 
     def public_record(self) -> bytes:
-        """Seal our peer record for gossip: without addresses where those are not to be shared."""
+        """Seal our peer record for gossip: without addresses if those are not to be shared."""
         if self.config.network.share_address:
             return self.record()
         record = PeerRecord(self.key.node_id, self.role, __version__, (), (), False)

@@ -33,7 +33,7 @@ def peer_rows(services: NodeServices) -> list[PeerRow]:
 def _row(peer: Peer) -> PeerRow:
     path = peer.path()
     sent, received = peer.traffic()
-    seen = round(time.time() - peer.last_seen, 1) if peer.last_seen else None
+    last_seen_s = round(time.time() - peer.last_seen, 1) if peer.last_seen else None
     return PeerRow(
         id=peer.node.hex(),
         short=short(peer.node),
@@ -50,9 +50,9 @@ def _row(peer: Peer) -> PeerRow:
         top_reason="",
         trust=0.5,
         reliability=round(peer.success, 3),
-        last_seen_s=seen,
+        last_seen_s=last_seen_s,
         software=printable(peer.record.software) if peer.record else "?",
-        silent_s=0.0 if path else shown_silence(seen or 0.0),
+        silent_s=0.0 if path else shown_silence(last_seen_s or 0.0),
     )
 
 

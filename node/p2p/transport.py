@@ -1,9 +1,9 @@
-"""The transport seam: authenticated streams between nodes that are named by their keys.
+"""The transport interface: authenticated streams between nodes that are named by their keys.
 
-A connection is made to a NodeId, never to an address: addresses are hints. The side that opens closes.
-Every method may be cancelled; a cancelled read or write leaves its stream fit only for abort().
-Implementation: iroh.py (QUIC); tests use tests/support/memory_network.py (one process).
-Suite: tests/conformance/test_transport.py.
+A connection is made to a NodeId, never to an address: addresses are hints. The side that opens closes. Every
+method may be cancelled; after a cancelled read or write only abort() may be called on the stream.
+Implementation: iroh.py (QUIC); tests use tests/support/memory_network.py (one process). Suite:
+tests/conformance/test_transport.py.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 
 class TransportError(Exception):
-    """A transport could not perform a call. Base of the three below."""
+    """A transport could not perform a call. Base class of the three below."""
 
 
 class Unreachable(TransportError):
@@ -20,11 +20,11 @@ class Unreachable(TransportError):
 
 
 class StreamClosed(TransportError):
-    """The stream ended before the bytes asked for came, or was reset by the peer."""
+    """The stream ended before all requested bytes came, or was reset by the peer."""
 
 
 class ConnectionLost(TransportError):
-    """The connection is gone; so are all its streams."""
+    """The connection is lost, with all its streams."""
 
 
 class AddressInUse(TransportError):
@@ -47,7 +47,7 @@ class Stream(Protocol):
     """One bidirectional byte stream."""
 
     async def read_exact(self, size: int) -> bytes:
-        """Exactly `size` bytes. Raises StreamClosed if the peer finishes or resets before that."""
+        """Read exactly `size` bytes. Raises StreamClosed if the peer finishes or resets before that."""
         ...
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -55,7 +55,7 @@ class Stream(Protocol):
         ...
 
     async def finish(self) -> None:
-        """Say that nothing more will be written; the other direction stays open."""
+        """End our direction: nothing more will be written. The other direction stays open."""
         ...
 
     async def abort(self) -> None:
@@ -82,19 +82,19 @@ class Connection(Protocol):
         ...
 
     async def open_stream(self) -> Stream:
-        """A new stream; the peer sees it once something is written."""
+        """Open a stream; the peer sees it once something is written."""
         ...
 
     async def accept_stream(self) -> Stream:
-        """The next stream that the peer opened. Raises ConnectionLost when there will be none."""
+        """Accept the next stream that the peer opened. Raises ConnectionLost when there will be none."""
         ...
 
     def path(self) -> PathInfo:
-        """Path kind, round-trip time and byte counters of this connection."""
+        """Return the path kind, round-trip time and byte counters of this connection."""
         ...
 
     async def answers(self, within: float) -> bool:
-        """Whether the peer's transport shows within so many seconds that it still has this connection.
+        """Return whether the peer's transport shows within so many seconds that it still has this connection.
 
         The peer's program need not take part. Never raises.
         """
@@ -114,7 +114,7 @@ class Transport(Protocol):
         ...
 
     def addresses(self) -> tuple[str, ...]:
-        """Addresses for others, as `host:port` hints (or relay URLs)."""
+        """Return addresses for others, as `host:port` hints (or relay URLs)."""
         ...
 
     async def connect(
@@ -124,11 +124,11 @@ class Transport(Protocol):
         ...
 
     async def accept(self) -> Connection:
-        """The next incoming connection, handshake done. Raises ConnectionLost once closed."""
+        """Accept the next incoming connection, handshake done. Raises ConnectionLost once closed."""
         ...
 
     def prefer(self, connection: Connection) -> None:
-        """Let its peer in first when it connects again from where it is, however many others come."""
+        """Give this peer priority when it connects again from the same address, however many others come."""
         ...
 
     async def close(self) -> None:

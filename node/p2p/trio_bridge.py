@@ -264,7 +264,7 @@ class RawStream(Protocol):
         ...
 
     async def write(self, data: bytes) -> None:
-        """All of `data`."""
+        """Write all of `data`."""
         ...
 
     async def reset(self) -> None:
@@ -289,14 +289,14 @@ class TrioStream:
         self._cut = cut
 
     async def read_exact(self, size: int) -> bytes:
-        """Exactly `size` bytes; no more than that are ever held."""
-        held = bytearray()
-        while len(held) < size:
-            piece = await _ours(self._raw.read, min(PIECE, size - len(held)))
+        """Read exactly `size` bytes"""
+        data = bytearray()
+        while len(data) < size:
+            piece = await _ours(self._raw.read, min(PIECE, size - len(data)))
             if not piece:
-                raise StreamClosed(f"the stream ended after {len(held)} of {size} bytes")
-            held += piece
-        return bytes(held)
+                raise StreamClosed(f"the stream ended after {len(data)} of {size} bytes")
+            data += piece
+        return bytes(data)
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of `data`, a piece at a time; it may be cancelled between two."""
@@ -320,7 +320,7 @@ class TrioStream:
 
 
 async def open_whole(begin: Callable[[], Awaitable[RawStream]], cut: Cut) -> TrioStream:
-    """The stream that `begin` opens over a connection that `cut` ends. Raises StreamClosed."""
+    """Return the stream that `begin` opens over a connection that `cut` ends. Raises StreamClosed."""
     import trio
 
     stream = TrioStream(await _whole(cut, begin), cut)
@@ -342,7 +342,7 @@ class BridgedStream:
         self._done = done
 
     async def read_exact(self, size: int) -> bytes:
-        """Exactly `size` bytes, or StreamClosed."""
+        """Read exactly `size` bytes"""
         return await self._visit(self._stream.read_exact, size)
 
     async def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -390,7 +390,7 @@ class AcceptQueue:
         self._queue.close()
 
     def listen(self) -> AsyncIterator[tuple[bytes, BridgedStream]]:
-        """Callers from now on; those before were turned away."""
+        """Yield callers from now on; those before were turned away."""
         self._heard = True
         return self._queue
 

@@ -1,4 +1,5 @@
-"""Uploads of submissions: offered by digest, resumed where they broke off, receipted once they are durable."""
+"""Uploads of submissions: offered by digest, resumed where they broke off, acknowledged by a receipt once they
+are durable."""
 
 import asyncio
 import time
@@ -19,17 +20,16 @@ MIN_RATE = 32 * 1024
 """Bytes per second below which an upload is cut off; it may resume."""
 GRACE_S = 10.0
 PARTIALS_PER_PEER = 4
-"""Uploads of a peer that are under way, and those of its that broke off: the oldest of these make room."""
+"""Uploads of a peer that are under way or broke off: the oldest that broke off makes room."""
 PARTIAL_TTL_S = 300.0
 
 
 async def upload(
     links: ConnectionPool, trainer: bytes, sealed: bytes, lease_id: int, *, deadline: float
 ) -> bytes:
-    """Hand a sealed submission to the trainer; returns the sealed receipt.
+    """Upload a sealed submission to the trainer; return the sealed receipt.
 
-    Raises:
-        Refused, RemoteProtocolError, TransportError.
+    Raises Refused, RemoteProtocolError, TransportError.
     """
     connection = await links.get(trainer, ALPN_CONTROL)
     stream = await connection.open_stream()
@@ -60,11 +60,11 @@ class PartialUpload:
     data: bytearray = field(default_factory=bytearray)
     touched: float = 0.0
     stream: Stream | None = None
-    """Where the rest comes from; None once that broke off."""
+    """The stream that sends the rest; None once it broke off."""
 
 
 class UploadReceiver:
-    """The trainer's end: collects the bytes, bounded per peer, and lets broken uploads resume."""
+    """The trainer's end: collect the bytes, limited per peer, and let broken uploads resume."""
 
     def __init__(self, *, grace_s: float = GRACE_S) -> None:
         """`grace_s` is how long an upload may take beyond what MIN_RATE allows for its size."""
@@ -72,7 +72,7 @@ class UploadReceiver:
         self._partials: dict[tuple[bytes, bytes], PartialUpload] = {}
 
     async def repeat(self, stream: Stream, receipt: bytes) -> None:
-        """Answer the offer of a submission that is here already with its receipt."""
+        """Answer the offer of a submission that is already here with its receipt."""
         await send(stream, Submitted(receipt))
         await stream.finish()
 
@@ -122,10 +122,10 @@ class UploadReceiver:
                 partial.data += piece
 
     def _open(self, peer: bytes, name: bytes) -> PartialUpload:
-        """Return the upload `name` of a peer, with what came of it before.
+        """Return the upload `name` of a peer, with the bytes received before.
 
-        If it is under way, the caller goes on in place of the stream that had it: that one's connection may
-        have died unnoticed. Raises RemoteProtocolError(RATE_LIMITED).
+        If it is under way, the caller replaces the stream that had it: that connection may have died unnoticed.
+        Raises RemoteProtocolError(RATE_LIMITED).
         """
         now = time.monotonic()
         for key, old in list(self._partials.items()):
@@ -138,15 +138,17 @@ class UploadReceiver:
         return partial
 
     def _make_room(self, peer: bytes) -> None:
-        """Drop the peer's oldest upload that broke off where it has PARTIALS_PER_PEER.
+        """Drop the peer's oldest broken upload if it has PARTIALS_PER_PEER.
 
-        Whatever cut them off, even our own stop, the peer can only send other submissions or begin these
-        anew. Raises RemoteProtocolError(RATE_LIMITED) if all are under way.
+        Whatever broke them, even our own stop, the peer can only send other submissions or begin these again.
+        Raises RemoteProtocolError(RATE_LIMITED) if all are under way.
         """
-        kept = [(name, one) for (owner, name), one in self._partials.items() if owner == peer]
-        if len(kept) < PARTIALS_PER_PEER:
+        partials = [
+            (name, upload) for (owner, name), upload in self._partials.items() if owner == peer
+        ]
+        if len(partials) < PARTIALS_PER_PEER:
             return
-        broken = [(one.touched, name) for name, one in kept if one.stream is None]
+        broken = [(upload.touched, name) for name, upload in partials if upload.stream is None]
         if not broken:
             raise RemoteProtocolError(Reason.RATE_LIMITED, "too many uploads at a time")
         del self._partials[peer, min(broken)[1]]

@@ -1,4 +1,4 @@
-"""Notifier: wake the waiters of one event loop. LogBackoff: repeat a log line ever more rarely."""
+"""Notifier: wake the waiters of one event loop. LogBackoff: repeat a log line less and less often."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Notifier:
-    """Wakes all waiters; each checks itself whether its wait is over."""
+    """Wake all waiters; each checks itself whether its wait is over."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -17,12 +17,12 @@ class Notifier:
         self._event = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return at the next fire()."""
+        """Wait for the next fire()."""
         await self._event.wait()
 
 
 class LogBackoff:
-    """Spaces repeated log lines about an unchanged state: at once, then after twice the time each."""
+    """Space repeated log lines about an unchanged state: at once, then after twice the time each."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class LogBackoff:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew: the state has ended."""
+        """Start over: the state has ended."""
         self._next, self._pause = float("-inf"), self._first_s
 
     def due(self) -> bool:
-        """Whether to say it now."""
+        """Return whether it is time to log the line."""
         now = self._clock()
         if now < self._next:
             return False

@@ -79,10 +79,10 @@ async def probe(links: ConnectionPool, peer: bytes, *, deadline: float) -> PathQ
 async def is_reachable(links: ConnectionPool, node: bytes, *, within_s: float) -> bool:
     """Return whether `node` replies in time, also with a refusal; it may take a while to change networks."""
     until = time.monotonic() + within_s
-    while (left := until - time.monotonic()) > 0:
+    while (remaining_s := until - time.monotonic()) > 0:
         try:
-            connection = await links.get(node, ALPN_PIPELINE, patience=left, lane=PROBE_LANE)
-            await ask(connection, Probe(), Probe, deadline=max(RETRY_S, left))
+            connection = await links.get(node, ALPN_PIPELINE, patience=remaining_s, lane=PROBE_LANE)
+            await ask(connection, Probe(), Probe, deadline=max(RETRY_S, remaining_s))
         except TransportError:
             await links.drop(node, ALPN_PIPELINE, lane=PROBE_LANE)
             await asyncio.sleep(RETRY_S)
@@ -224,7 +224,7 @@ class LinkAcceptor:
     def _may_probe(self, peer: bytes) -> bool:
         if peer in self._probers:
             return True
-        plans = (seen.plan for seen in self._plans.values())
+        plans = (known.plan for known in self._plans.values())
         return any(
             plan.rank_of(self._node) is not None
             and (plan.rank_of(peer) is not None or peer in plan.spares)

@@ -49,8 +49,8 @@ def codes(hidden: Tensor, encoding: Encoding) -> tuple[Tensor, ...]:
 
 def arrays(coded: Sequence[Tensor]) -> tuple[Array, ...]:
     """Copy the tensors of codes() to the host, in the form of pack(); waits for the device."""
-    copied = [one.cpu().numpy() for one in coded]
-    return tuple(one.view(np.uint16) if one.dtype == np.int16 else one for one in copied)
+    copied = [tensor.cpu().numpy() for tensor in coded]
+    return tuple(array.view(np.uint16) if array.dtype == np.int16 else array for array in copied)
 
 
 def unpack(

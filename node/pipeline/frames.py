@@ -121,7 +121,7 @@ class Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     @property
     def size(self) -> int:
         """Bytes that follow the head."""
-        return self.body + self.trail + sum(one.size for one in self.tensors)
+        return self.body + self.trail + sum(tensor.size for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class FrameLimits:
     def fault(self, head: Head) -> str:
         """Describe the part of a frame that is too large; "" if none is."""
         body = self.body if head.kind in (Kind.STEP, Kind.DRAWN) else MAX_WORDS
-        tensors = sum(one.size for one in head.tensors)
+        tensors = sum(tensor.size for tensor in head.tensors)
         sizes = (("body", head.body, body), ("trail", head.trail, self.trail))
         for name, size, limit in (*sizes, ("tensors", tensors, self.tensors)):
             if size > limit:
@@ -163,7 +163,7 @@ def encode(frame: Frame, limits: FrameLimits) -> list[Buffer]:
 
     Raises LocalProtocolError for a frame that exceeds `limits`, which no stage would accept.
     """
-    tensors = [np.ascontiguousarray(one) for one in frame.tensors]
+    tensors = [np.ascontiguousarray(tensor) for tensor in frame.tensors]
     try:
         head = Head(
             frame.kind,
@@ -171,7 +171,7 @@ def encode(frame: Frame, limits: FrameLimits) -> list[Buffer]:
             frame.number,
             len(frame.body),
             len(frame.trail),
-            tuple(TensorHead(_name(one), one.shape) for one in tensors),
+            tuple(TensorHead(_name(tensor), tensor.shape) for tensor in tensors),
             frame.busy_us,
             frame.waited_us,
         )
@@ -179,7 +179,7 @@ def encode(frame: Frame, limits: FrameLimits) -> list[Buffer]:
         read_head(raw, limits)
     except RemoteProtocolError as error:
         raise LocalProtocolError(f"no stage would accept this frame: {error.detail}") from error
-    contents = [one.data.cast("B") for one in tensors if one.size]
+    contents = [tensor.data.cast("B") for tensor in tensors if tensor.size]
     start = len(raw).to_bytes(PREFIX_BYTES, "big") + raw
     return [start, *(part for part in (frame.body, frame.trail) if part), *contents]
 
@@ -220,11 +220,11 @@ def decode(head: Head, contents: bytes | bytearray | memoryview) -> Frame:
         )
     at = head.body + head.trail
     tensors: list[Array] = []
-    for one in head.tensors:
-        data = np.frombuffer(view[at : at + one.size], np.dtype(one.dtype))
+    for tensor in head.tensors:
+        data = np.frombuffer(view[at : at + tensor.size], np.dtype(tensor.dtype))
         # The body may have any length, which leaves tensors unaligned; not every kernel reads those.
-        tensors.append((data if data.flags.aligned else data.copy()).reshape(one.shape))
-        at += one.size
+        tensors.append((data if data.flags.aligned else data.copy()).reshape(tensor.shape))
+        at += tensor.size
     return Frame(
         head.kind,
         head.epoch,

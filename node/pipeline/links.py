@@ -64,7 +64,7 @@ class PacketQueue:
 
     def put_only(self, packet: Packet) -> None:
         """Insert a packet at the front and drop others of its kind, to bound their number."""
-        self.drop(lambda one: one.kind is packet.kind)
+        self.drop(lambda queued: queued.kind is packet.kind)
         self.put_first(packet)
 
     async def take(self) -> Packet:
@@ -318,8 +318,8 @@ class LocalLink:
     async def __aexit__(self, *error: object) -> None:
         if self._server is not None:
             # asyncio would leave a connection open that it has just accepted: wait until it is served
-            for one in self._server.sockets:
-                asyncio.get_running_loop().remove_reader(one.fileno())
+            for listener in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listener.fileno())
             for _ in range(ACCEPTING_TURNS):
                 await asyncio.sleep(0)
             self._server.close()

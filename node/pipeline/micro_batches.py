@@ -95,7 +95,7 @@ class MicroBatches:
         if len(self._busy) < 2:
             return 0.0
         whole = self._busy[-1][0] - self._busy[0][0]
-        busy = sum(one for _, one in list(self._busy)[1:])
+        busy = sum(busy_s for _, busy_s in list(self._busy)[1:])
         return min(1.0, max(0.0, 1.0 - busy / whole)) if whole > 0 else 0.0
 
     def _derive(self) -> None:
@@ -148,8 +148,8 @@ def without(running: list[R], lane: Sequence[R]) -> list[R]:
     """Return `running` without the requests of `lane`, in order."""
     if running[: len(lane)] == lane:  # the usual case: the chosen lane was scheduled longest ago
         return running[len(lane) :]
-    names = {one.request_id for one in lane}
-    return [one for one in running if one.request_id not in names]
+    names = {request.request_id for request in lane}
+    return [request for request in running if request.request_id not in names]
 
 
 class LaneAssignment:
@@ -216,8 +216,8 @@ class LaneAssignment:
         members, known = list(requests), lane < len(self._members)
         if known and members == self._members[lane]:
             return
-        for one in members:
-            self._lane[one.request_id] = lane
+        for request in members:
+            self._lane[request.request_id] = lane
         self._lanes = max(self._lanes, lane + 1)
         if known:
             self._members[lane] = members
@@ -237,7 +237,7 @@ class LaneAssignment:
         self._lane = {name: lane for name, lane in self._lane.items() if known(name)}
 
     def __len__(self) -> int:
-        """Number of assigned sequences, ended ones included."""
+        """Count the assigned sequences, ended ones included."""
         return len(self._lane)
 
     def _lane_members(self, running: Sequence[R], lanes: int) -> list[list[R]]:
@@ -245,22 +245,22 @@ class LaneAssignment:
         if len(self._members) != lanes or sum(map(len, self._members)) != len(running):
             members: list[list[R]] = [[] for _ in range(lanes)]
             lane_of = self._lane.get
-            for one in running:
-                members[lane_of(one.request_id, 0) % lanes].append(one)
+            for request in running:
+                members[lane_of(request.request_id, 0) % lanes].append(request)
             self._members = members
         return self._members
 
     def _renumber(self) -> None:
         """After the number of lanes fell, store every sequence's lane modulo the new number."""
         for lane, members in enumerate(self._members):
-            for one in members:
-                self._lane[one.request_id] = lane
+            for request in members:
+                self._lane[request.request_id] = lane
 
     def _move_surplus(self, lane: int, members: list[list[R]], most: int) -> None:
         """Move the surplus of a lane that is not in flight to the smallest lanes."""
         surplus = members[lane]
         while len(surplus) > most:
-            smallest = min(range(len(members)), key=lambda one: len(members[one]))
+            smallest = min(range(len(members)), key=lambda index: len(members[index]))
             if len(members[smallest]) >= most:
                 return
             moved = surplus.pop()
@@ -460,8 +460,8 @@ class RingClient:
             self._fault = self._fault or words
             sent, self._sent = self._sent, deque()
             pending, self._pending = self._pending, None
-        for one in sent:
-            one.answer.set_result(None)
+        for batch in sent:
+            batch.answer.set_result(None)
         if pending is not None:
             pending.done.set()
 
@@ -508,14 +508,14 @@ class RingClient:
     def _answer(self, frame: Frame) -> None:
         now = time.monotonic()
         with self._lock:
-            one = self._sent.popleft() if self._sent else None
-            if one is not None and one.number == frame.number:
+            batch = self._sent.popleft() if self._sent else None
+            if batch is not None and batch.number == frame.number:
                 busy_s, waited_s = frame.busy_us / 1e6, frame.waited_us / 1e6
                 self._batches.record_return(frame.number, busy_s, waited_s, now)
-            elif one is not None:
-                self._sent.appendleft(one)
-                one = None
-        if one is None:
+            elif batch is not None:
+                self._sent.appendleft(batch)
+                batch = None
+        if batch is None:
             self.fail(f"the last stage answered micro-batch {frame.number} out of order")
         else:
-            one.answer.set_result(frame)
+            batch.answer.set_result(frame)

@@ -212,13 +212,13 @@ def shut(connection: socket.socket) -> None:
 
 def write(target: socket.socket, buffers: list[Buffer]) -> None:
     """Write all buffers without joining them. Raises OSError."""
-    left = [memoryview(one) for one in buffers]
-    while left:
-        sent = target.sendmsg(left[:MAX_BUFFERS])
-        while left and sent >= len(left[0]):
-            sent -= len(left.pop(0))
+    remaining = [memoryview(buffer) for buffer in buffers]
+    while remaining:
+        sent = target.sendmsg(remaining[:MAX_BUFFERS])
+        while remaining and sent >= len(remaining[0]):
+            sent -= len(remaining.pop(0))
         if sent:
-            left[0] = left[0][sent:]
+            remaining[0] = remaining[0][sent:]
 
 
 def _read(source: socket.socket, size: int) -> bytearray:
@@ -277,9 +277,9 @@ class SocketPort:
         """
         self._inlet.clear()
         self._end("this port was closed")
-        left = self._writing.acquire(timeout=FLUSH_S)
+        flushed = self._writing.acquire(timeout=FLUSH_S)
         shut(self._socket)
-        if not left:
+        if not flushed:
             self._writing.acquire()  # shut() has woken the writing thread
         self._writing.release()
         if self._inlet.thread is not threading.current_thread():
@@ -349,34 +349,34 @@ class SocketOutlet:
 
     def _send_all(self) -> None:
         while True:
-            one = self._queue.get()
+            outgoing = self._queue.get()
             try:
-                if one.frame is None:
-                    shut(one.target)
-                    one.target.close()
+                if outgoing.frame is None:
+                    shut(outgoing.target)
+                    outgoing.target.close()
                 else:
                     self._room.release()
-                    write(one.target, self._buffers(one, one.frame))
+                    write(outgoing.target, self._buffers(outgoing, outgoing.frame))
             except OSError as error:
                 logger.debug("a computed frame was dropped: %s", error)
-                shut(one.target)  # so that the reading process sees the end
+                shut(outgoing.target)  # so that the reading process sees the end
 
-    def _buffers(self, one: _Outgoing, frame: Frame) -> list[Buffer]:
+    def _buffers(self, outgoing: _Outgoing, frame: Frame) -> list[Buffer]:
         """Encode the frame with its states.
 
         Encodes a FAULT instead if loading fails or the frame exceeds the limits.
         """
         try:
-            return encode(self._loaded(one, frame), self._limits)
+            return encode(self._loaded(outgoing, frame), self._limits)
         except (EngineError, LocalProtocolError) as error:
             return encode(fault_frame(frame.epoch, self._rank, str(error)), self._limits)
 
-    def _loaded(self, one: _Outgoing, frame: Frame) -> Frame:
+    def _loaded(self, outgoing: _Outgoing, frame: Frame) -> Frame:
         """Add the states and their compute time to the frame."""
-        if one.load is None:
+        if outgoing.load is None:
             return frame
-        tensors, trail = one.load()
-        begin, self._done = max(one.began, self._done), time.monotonic()
+        tensors, trail = outgoing.load()
+        begin, self._done = max(outgoing.began, self._done), time.monotonic()
         busy = max(frame.busy_us, int((self._done - begin) * 1e6))
         return replace(frame, tensors=tensors, trail=trail, busy_us=busy)
 

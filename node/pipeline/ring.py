@@ -100,7 +100,7 @@ class RingPings:
         since = self._out.pop(number, None)
         if since is None or number < self._first:
             return False
-        self._out = {one: at for one, at in self._out.items() if one > number}
+        self._out = {ping: at for ping, at in self._out.items() if ping > number}
         took = (now - since) * 1e3
         self.round_ms = took if self.round_ms is None else (1 - EMA) * self.round_ms + EMA * took
         return True
@@ -154,14 +154,14 @@ class ProcessMonitor:
         self._active = now
         step = head.kind in (Kind.STEP, Kind.DRAWN)
         key = (step, head.epoch, head.number)
-        if not any(one[:3] == key for one in self._waiting):
+        if not any(step_sent[:3] == key for step_sent in self._waiting):
             return
         if step:
             self._advance(now)
         while self._waiting:
-            one = self._waiting.popleft()
-            self._steps -= one[0]
-            if one[:3] == key:
+            oldest = self._waiting.popleft()
+            self._steps -= oldest[0]
+            if oldest[:3] == key:
                 return
 
     def silent_s(self, now: float) -> float:
@@ -359,7 +359,7 @@ class Ring:
         elif packet.kind in INBOUND_KINDS[self.rank == 0] and self._is_current(packet):
             if packet.kind is Kind.RESET and self.rank != 0:
                 self.epoch, self.fault = head.epoch, None
-                self._local.box.drop(lambda one: one.head.epoch < head.epoch)
+                self._local.box.drop(lambda queued: queued.head.epoch < head.epoch)
             try:
                 plain = self._trails.inward(packet) if self._trails else packet
             except BadTrail as error:
@@ -472,8 +472,11 @@ class Ring:
         """Drop all queued and later frames of `epoch` and older ones."""
         self._failed_epoch = max(self._failed_epoch, min(epoch, self.epoch))
 
-        def failed(one: Packet) -> bool:
-            return one.kind not in (Kind.PING, Kind.FAULT) and one.head.epoch <= self._failed_epoch
+        def failed(queued: Packet) -> bool:
+            return (
+                queued.kind not in (Kind.PING, Kind.FAULT)
+                and queued.head.epoch <= self._failed_epoch
+            )
 
         self._out.box.drop(failed)
         self._local.box.drop(failed)

@@ -104,9 +104,9 @@ class _Sender:
 
     def _run(self) -> None:
         try:
-            while (one := self._queue.get()) is not None:
+            while (item := self._queue.get()) is not None:
                 self._room.release()
-                answer = self._loop.finish(one) if isinstance(one, _Computing) else one
+                answer = self._loop.finish(item) if isinstance(item, _Computing) else item
                 if answer is not None:
                     self._port.send(answer)
         except PortClosed:

@@ -122,7 +122,7 @@ class KnownSequences:
 
     def names(self) -> list[str]:
         """Return the names of all known sequences."""
-        return [one.name for one in self._known.values()]
+        return [sequence.name for sequence in self._known.values()]
 
     def reset(self) -> None:
         """Drop all sequences, for a new ring epoch."""
@@ -159,38 +159,42 @@ class KnownSequences:
 
     def _begin(self, part: NewSequence) -> str:
         self._serial += 1
-        one = KnownSequence(f"{part.key}-{self._serial}", part.computed, part.tokens, 0)
-        self._grow(one, part)
-        self._known[part.key] = one
-        return one.name
+        sequence = KnownSequence(f"{part.key}-{self._serial}", part.computed, part.tokens, 0)
+        self._grow(sequence, part)
+        self._known[part.key] = sequence
+        return sequence.name
 
     def _continue(self, part: ContinuedSequence) -> str:
-        one = self._known.get(part.key)
-        if one is None or part.computed != one.length or not one.tokens <= part.tokens:
+        sequence = self._known.get(part.key)
+        if (
+            sequence is None
+            or part.computed != sequence.length
+            or not sequence.tokens <= part.tokens
+        ):
             raise EngineError(f"sequence {part.key} does not continue where it stopped")
-        if part.tokens > one.tokens + 1:
+        if part.tokens > sequence.tokens + 1:
             raise EngineError(f"sequence {part.key} grew by more than one sampled token")
-        self._grow(one, part)
-        return one.name
+        self._grow(sequence, part)
+        return sequence.name
 
-    def _grow(self, one: KnownSequence, part: SequencePart) -> None:
+    def _grow(self, sequence: KnownSequence, part: SequencePart) -> None:
         end = part.computed + part.scheduled
         if not (0 < part.scheduled and end <= part.tokens <= self._shape.max_model_len):
             raise EngineError(f"sequence {part.key} has invalid token counts")
         # vLLM reserves block 0 for writes that are never read
         if part.blocks and not 0 < min(part.blocks) <= max(part.blocks) <= self._most_blocks:
             raise EngineError(f"sequence {part.key} has a block that does not exist")
-        one.blocks += len(part.blocks)
-        if one.blocks * self._shape.block_size < end or one.blocks > self._most_blocks:
+        sequence.blocks += len(part.blocks)
+        if sequence.blocks * self._shape.block_size < end or sequence.blocks > self._most_blocks:
             raise EngineError(f"sequence {part.key} has the wrong number of blocks")
-        one.length, one.tokens = end, part.tokens
+        sequence.length, sequence.tokens = end, part.tokens
 
 
-def check_drawn(drawn: DrawnTokens, count: int, vocab_size: int) -> None:
+def check_drawn(answer: DrawnTokens, count: int, vocab_size: int) -> None:
     """Check that there are `count` tokens, all in the vocabulary. Raises EngineError."""
-    if len(drawn.tokens) != count:
-        raise EngineError(f"the last stage sampled {len(drawn.tokens)} tokens, not {count}")
-    if drawn.tokens and max(drawn.tokens) >= vocab_size:
+    if len(answer.tokens) != count:
+        raise EngineError(f"the last stage sampled {len(answer.tokens)} tokens, not {count}")
+    if answer.tokens and max(answer.tokens) >= vocab_size:
         raise EngineError("the last stage sampled a token outside the vocabulary")
 
 

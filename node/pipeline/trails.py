@@ -110,7 +110,7 @@ class SignedTrails:
     def _message(self, packet: Packet, rank: int, claims: bytes) -> bytes:
         head = packet.head
         where = (rank, head.epoch, head.number)
-        return b"".join([self._about, *(one.to_bytes(8, "big") for one in where), claims])
+        return b"".join([self._about, *(number.to_bytes(8, "big") for number in where), claims])
 
 
 def _trail(packet: Packet) -> bytes:

@@ -97,7 +97,7 @@ class LaneScheduler(_SchedulerBase):
             setattr(self, name, max(len(members), min(most, free + len(members))))
         self.running = members
         # ranks keep each lane's sequences (vllm_runner.py): else vLLM would resend all their tokens every step
-        self.prev_step_scheduled_req_ids = {one.request_id for one in members}
+        self.prev_step_scheduled_req_ids = {request.request_id for request in members}
         try:
             output = super().schedule(*arguments, **named)
         finally:
@@ -135,7 +135,9 @@ class LaneScheduler(_SchedulerBase):
             self._exhausted = True
             return
         self._lanes.set_members(lane, members)
-        samples = any(one.request_id in scheduled and not is_ready(one) for one in members)
+        samples = any(
+            request.request_id in scheduled and not is_ready(request) for request in members
+        )
         self._in_flight[id(output)] = lane if samples else None
         if samples:
             self._lanes.record_send(lane)
@@ -384,18 +386,18 @@ class StepFuture:
         if frame is not None:
             try:
                 tokens = iter(self._recorded(frame))
-                sampled = [[next(tokens)] if one else [] for one in samples]
+                sampled = [[next(tokens)] if samples_token else [] for samples_token in samples]
             except EngineError as error:
                 self._ring.fail(str(error))
         index = dict(zip(names, range(len(names)), strict=True))
         return _Output(req_ids=names, req_id_to_index=index, sampled_token_ids=sampled)
 
     def _recorded(self, frame: Frame) -> tuple[int, ...]:
-        drawn, sequences = decode_drawn(frame.body), self._sequences
-        check_drawn(drawn, sum(sequences.samples), self._vocab_size)
+        answer, sequences = decode_drawn(frame.body), self._sequences
+        check_drawn(answer, sum(sequences.samples), self._vocab_size)
         if len(frame.tensors) != 1:
             raise EngineError("the last stage sent no records with its tokens")
         names = list(compress(sequences.names, sequences.samples))
         lengths = list(compress(sequences.lengths, sequences.samples))
         self._recorder.record(names, lengths, frame.tensors[0], frame.trail)
-        return drawn.tokens
+        return answer.tokens

@@ -66,8 +66,8 @@ class LastStageRecorder(Recorder):
             if name in self._slots.of:
                 self._slots.leave(number_of(name))
 
-    def _keep(self, batch: StepRequests, step: SampledStep, drawn: SampledTokens) -> None:
-        self._records = self._project(step.hidden, drawn.logprobs)
+    def _keep(self, batch: StepRequests, step: SampledStep, sampled: SampledTokens) -> None:
+        self._records = self._project(step.hidden, sampled.logprobs)
 
 
 def number_of(name: str) -> int:
@@ -135,5 +135,5 @@ class HeadRecorder(Recorder):
         fingerprints = self._fingerprints[slot, :count].reshape(
             count, self._count, FINGERPRINT_BYTES
         )
-        boundaries = [fingerprints[:, one].tobytes() for one in range(self._count)]
+        boundaries = [fingerprints[:, number].tobytes() for number in range(self._count)]
         return [*super()._collected(key, slot, count), boundaries]

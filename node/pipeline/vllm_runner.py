@@ -98,7 +98,7 @@ class LaneBatches:
         shares = [len(batch.req_id_to_index.keys() & names) for batch in self._batches]
         if best := max(shares):
             return self._batches[shares.index(best)]
-        free = next((one for one in self._batches if not one.req_id_to_index), None)
+        free = next((batch for batch in self._batches if not batch.req_id_to_index), None)
         if free is None and len(self._batches) < self._most:
             free = empty_like(self._batches[0])
             self._batches.append(free)
@@ -113,13 +113,13 @@ def empty_like(batch: Any) -> Any:
     """
     arguments, named = batch.primerl_arguments
     with torch.inference_mode(False):
-        made = type(batch)(*arguments, **named | {"logitsprocs": None})
-    tables = zip(made.block_table.block_tables, batch.block_table.block_tables, strict=True)
+        empty = type(batch)(*arguments, **named | {"logitsprocs": None})
+    tables = zip(empty.block_table.block_tables, batch.block_table.block_tables, strict=True)
     for own, first in tables:
         for name, buffer in vars(first).items():
             if hasattr(buffer, "gpu") and buffer.gpu.device.type != "cpu":
                 getattr(own, name).gpu = buffer.gpu
-    return made
+    return empty
 
 
 def _remove(batch: Any, names: Collection[str]) -> None:
@@ -141,19 +141,19 @@ def order_of(runner: Any) -> list[str]:
     return list(batch.req_ids[: batch.num_reqs])
 
 
-def gather(found: Sequence[str], wanted: Sequence[str], counts: Mapping[str, int]) -> Ints | None:
-    """Compute the row index that reorders sequences from `found` to `wanted`.
+def gather(order: Sequence[str], wanted: Sequence[str], counts: Mapping[str, int]) -> Ints | None:
+    """Compute the row index that reorders sequences from `order` to `wanted`.
 
     None if the order is the same. `counts` are the rows of each sequence.
     """
-    if list(found) == list(wanted):
+    if list(order) == list(wanted):
         return None
     starts: dict[str, int] = {}
     at = 0
-    for name in found:
+    for name in order:
         starts[name] = at
         at += counts[name]
-    return np.concatenate([np.arange(starts[one], starts[one] + counts[one]) for one in wanted])
+    return np.concatenate([np.arange(starts[name], starts[name] + counts[name]) for name in wanted])
 
 
 def residual_stream(tensors: Mapping[str, Tensor], rows: int, index: Ints | None) -> Tensor:
@@ -200,7 +200,7 @@ class OutgoingStates:
         self, stream: Tensor, index: Ints | None, encoding: Encoding, *, proven: bool
     ) -> None:
         """`proven`: also fingerprint the rows `index`, as the receiver decodes them."""
-        self._states = [download(one) for one in codes(stream, encoding)]
+        self._states = [download(part) for part in codes(stream, encoding)]
         self._projected: Tensor | None = None
         if proven:
             self._projected = download(project(rounded(rows_of(stream, index), encoding)))

@@ -96,12 +96,12 @@ class HeadExtension(WorkerExtension):
         """
         began, runner = time.monotonic(), self.model_runner
         with torch.inference_mode():
-            found = runner.execute_model(output, None)
+            states = runner.execute_model(output, None)
             if frame is None or self._primerl_outlet is None:
                 return
             counts = output.num_scheduled_tokens
             index = gather(order_of(runner), list(counts), counts)
-            stream = residual_stream(found.tensors, output.total_num_scheduled_tokens, index)
+            stream = residual_stream(states.tensors, output.total_num_scheduled_tokens, index)
             shape = self._primerl_place.shape
             outgoing = OutgoingStates(stream, rows, shape.encoding, proven=bool(shape.fingerprint))
         self._primerl_outlet.put(frame, outgoing.wait, began)
@@ -206,7 +206,7 @@ class StageExtension(WorkerExtension):
 
         Raises EngineError.
         """
-        versions = [one for one, _ in self._primerl_prepared]
+        versions = [prepared for prepared, _ in self._primerl_prepared]
         if version in versions:
             return versions.index(version)
         if version != self._primerl_version:
@@ -316,9 +316,9 @@ class StageSteps:
 
         def later() -> Frame:
             with errors():
-                made = answer()
+                result = answer()
                 check()
-                return made
+                return result
 
         return later
 

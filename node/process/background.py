@@ -55,11 +55,14 @@ class BackgroundThread:
         if not thread.is_alive():
             return True
         with self._changed:
-            left = len(self._waiting) + 1
+            dropped = len(self._waiting) + 1
             self._waiting.clear()
-            self._drop(left)
+            self._drop(dropped)
         logger.warning(
-            "%s did not finish within %.0f s: %d calls are given up", self._name, deadline_s, left
+            "%s did not finish within %.0f s: %d calls are given up",
+            self._name,
+            deadline_s,
+            dropped,
         )
         return False
 

@@ -47,8 +47,8 @@ def short(path: Path) -> Generator[str]:
     if len(os.fsencode(path)) <= LONGEST:
         yield str(path)
         return
-    with tempfile.TemporaryDirectory(prefix="primerl-") as made:  # only its owner can enter it
-        folder = Path(made, "d")
+    with tempfile.TemporaryDirectory(prefix="primerl-") as directory:  # only its owner can enter it
+        folder = Path(directory, "d")
         name = str(folder / path.name)
         if len(os.fsencode(name)) > LONGEST:
             raise NodeError(f"{name} is too long for a socket: use a shorter name, or TMPDIR")
@@ -97,10 +97,10 @@ async def listen(path: Path, token: str) -> tuple[asyncio.Server, "asyncio.Futur
         try:
             async with asyncio.timeout(HELLO_S):
                 body = await read_frame(reader, MAX_HELLO)
-            said = msgspec.msgpack.decode(body, type=ProcessHello).token
+            sent_token = msgspec.msgpack.decode(body, type=ProcessHello).token
         except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
-            said = ""
-        if hmac.compare_digest(said.encode(), token.encode()) and not accepted.done():
+            sent_token = ""
+        if hmac.compare_digest(sent_token.encode(), token.encode()) and not accepted.done():
             accepted.set_result((reader, writer))
         else:
             logger.warning("a connection to %s without the right token was refused", path.name)

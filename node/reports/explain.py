@@ -89,7 +89,7 @@ MEANINGS: dict[Reason, Meaning] = {
         "who changed them: this node signed the bundle",
         (
             "the version of primerl-node on this machine",
-            "changes made to the program or to its spool",
+            "changes made to the program or to its upload queue",
         ),
     ),
     Reason.AUDIT_FAILED: Meaning(

@@ -91,7 +91,7 @@ class Table:
         return self.rows.column_names != [LINE]
 
     def read(self, index: int) -> bytes:
-        """Row number `index` as JSON."""
+        """Return row number `index` as JSON."""
         row: Mapping[str, Any] = self.rows[index]
         line = json.dumps(row, default=_as_text) if self.columns else row[LINE]
         return line.encode()
@@ -120,7 +120,7 @@ def find_files(names: Sequence[str]) -> list[Path]:
 
     Raises UsageError.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for name in names:
         path = expand_home(name)
         if path.is_dir():
@@ -129,14 +129,14 @@ def find_files(names: Sequence[str]) -> list[Path]:
                 raise UsageError(
                     f"{path} holds no data files ({', '.join(KINDS)}): correct data.files"
                 )
-            found.extend(inside)
+            files.extend(inside)
         elif not path.is_file():
             raise UsageError(f"no such file or directory: {path}; give a hub id as data.hub")
         elif not _kind(path):
             raise UsageError(f"{path} is not one of {', '.join(KINDS)}: convert it to .jsonl")
         else:
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def read_file(path: Path, cache: Path) -> Table:
@@ -145,13 +145,13 @@ def read_file(path: Path, cache: Path) -> Table:
     features = library.Features({LINE: library.Value("string")})
     where = {"cache_dir": str(cache)}
     try:
-        seen = path.stat()
+        stats = path.stat()
         if _kind(path) == ".parquet":
             rows = library.Dataset.from_parquet(escape(str(path)), **where)
-        elif not seen.st_size:
+        elif not stats.st_size:
             rows = library.Dataset.from_dict({LINE: []}, features=features)
         elif _is_list(path):
-            source = {"path": str(path), "stamp": (seen.st_size, seen.st_mtime_ns)}
+            source = {"path": str(path), "stamp": (stats.st_size, stats.st_mtime_ns)}
             rows = library.Dataset.from_generator(
                 _list_rows, features=features, gen_kwargs=source, **where
             )
@@ -167,7 +167,7 @@ def read_file(path: Path, cache: Path) -> Table:
             f"cannot read {path} ({_cause(error)}): repair it or download it again, and check that there is "
             f"disk space for its copy in {cache}"
         ) from error
-    return Table(str(path), rows, seen.st_size)
+    return Table(str(path), rows, stats.st_size)
 
 
 def read_hub(data: RowsConfig, split: str) -> Table:
@@ -215,7 +215,7 @@ def _datasets() -> Any:
 def _kind(path: Path) -> str:
     """Return the path's extension if it is one of KINDS, else ""."""
     name = path.name.lower()
-    return next((one for one in sorted(KINDS, key=len, reverse=True) if name.endswith(one)), "")
+    return next((kind for kind in sorted(KINDS, key=len, reverse=True) if name.endswith(kind)), "")
 
 
 def _open(path: Path) -> Any:
@@ -326,7 +326,9 @@ class RowExamples:
 
     def identity(self) -> str:
         """Digest the names, row counts and sizes of all tables."""
-        parts = [f"{Path(one.label).name} {len(one.rows)} {one.size}\n" for one in self._tables]
+        parts = [
+            f"{Path(table.label).name} {len(table.rows)} {table.size}\n" for table in self._tables
+        ]
         return digest_parts([part.encode() for part in (ORDER, *parts)]).hex()
 
     def check_template(self) -> None:
@@ -554,16 +556,16 @@ def open_mixed(config: RunConfig, model_dir: Path, cache: Path) -> "MixedReader 
 
 def first_samples(examples: Examples, most: int) -> Sequence[Sample]:
     """Read the first samples in data order, for validation, without bad and skipped rows."""
-    found: list[Sample] = []
+    samples: list[Sample] = []
     end = most if examples.size is None else examples.size
     for index in range(end):
-        if len(found) == most:
+        if len(samples) == most:
             break
         try:
-            found.append(examples.sample(index))
+            samples.append(examples.sample(index))
         except (BadRow, SkippedRow):
             continue
-    return found
+    return samples
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -679,22 +681,22 @@ class BatchReader:
             self._order, self._order_of = epoch_order(size, self._seed, cursor.epoch), cursor.epoch
         return int(self._order[cursor.index])
 
-    def _check_bad(self, seen: DataCursor, row: int, error: BadRow) -> None:
+    def _check_bad(self, cursor: DataCursor, row: int, error: BadRow) -> None:
         where = self._examples.where(row)
-        if seen.bad <= LOGGED_BAD_ROWS:
+        if cursor.bad <= LOGGED_BAD_ROWS:
             logger.warning("bad row %s: %s", where, error)
         known = min(self._examples.size or GRACE_ROWS, GRACE_ROWS)
-        if seen.bad > self._max_bad_rows * max(seen.rows, known):
+        if cursor.bad > self._max_bad_rows * max(cursor.rows, known):
             raise RunFailed(
-                f"{seen.bad} of {seen.rows} rows are bad ({seen.reasons()}), the last at {where}: "
+                f"{cursor.bad} of {cursor.rows} rows are bad ({cursor.reasons()}), the last at {where}: "
                 f"{error}; repair the data, or raise data.max_bad_rows"
             )
 
-    def _check_skipped(self, skipped: int, seen: DataCursor) -> None:
+    def _check_skipped(self, skipped: int, cursor: DataCursor) -> None:
         if skipped < (self._examples.size or GRACE_ROWS):
             return
         raise UsageError(
-            f"none of {skipped} rows gives a sample ({seen.reasons() or HELD_OUT}): check "
+            f"none of {skipped} rows gives a sample ({cursor.reasons() or HELD_OUT}): check "
             "training.seq_len, data.too_long and data.loss_roles"
         )
 
@@ -720,4 +722,4 @@ class MixedReader:
         """
         room = max(1, round(self._factor * tokens))
         batch = self._reader.batch(cursor, size=1, tokens=room)
-        return DataBatch([replace(one, given=True) for one in batch.samples], batch.cursor)
+        return DataBatch([replace(sample, given=True) for sample in batch.samples], batch.cursor)

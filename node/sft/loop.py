@@ -272,14 +272,18 @@ class SftLoop:
             await self._checkpoints.finish()
 
     async def _restore(self, resume: ResumeConfig) -> None:
-        found = await restore(resume, self._checkpoints, self._identity)
-        if found is None:
+        checkpoint = await restore(resume, self._checkpoints, self._identity)
+        if checkpoint is None:
             logger.warning("no checkpoint: starting at step 0")
             return
-        await self._backend.load(found.directory)
-        self._state, self._step = found.state, found.step
-        self._skips.restore(found.step, found.state.skipped, found.state.skipped_in_a_row)
-        logger.info("resumed at step %d, epoch %.2f", self._step, self._epoch(found.state.cursor))
+        await self._backend.load(checkpoint.directory)
+        self._state, self._step = checkpoint.state, checkpoint.step
+        self._skips.restore(
+            checkpoint.step, checkpoint.state.skipped, checkpoint.state.skipped_in_a_row
+        )
+        logger.info(
+            "resumed at step %d, epoch %.2f", self._step, self._epoch(checkpoint.state.cursor)
+        )
 
     async def _finish(self) -> dict[str, object]:
         """Validate, save and export the last step, as far as not done yet; return the summary."""
@@ -332,10 +336,10 @@ async def restore(resume: ResumeConfig, own: Checkpoints, identity: str) -> Rest
     source = own
     if resume.dir is not None:
         source = Checkpoints(resume.dir / CHECKPOINTS, keep_last=own.keep_last, fsync=own.fsync)
-    found = await source.read_selected(resume)
-    if found is None:
+    checkpoint = await source.read_selected(resume)
+    if checkpoint is None:
         return None
-    step, parts = found
+    step, parts = checkpoint
     try:
         state = msgspec.json.decode(parts[CURSOR], type=SftState)
     except (KeyError, *BAD_FILE) as error:

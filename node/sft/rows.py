@@ -102,9 +102,13 @@ def _messages(value: Any, field: str, *, trained: bool) -> tuple[list[Message], 
     value = _decoded(value, field)
     if not isinstance(value, list) or not value:
         raise BadRow("messages", f"`{field}` must be a non-empty list of messages")
-    messages = [_message(one, f"{field}[{n}]") for n, one in enumerate(cast(list[Any], value))]
+    messages = [
+        _message(message, f"{field}[{n}]") for n, message in enumerate(cast(list[Any], value))
+    ]
     # data for other trainers mark a reply as context by a `weight` of 0
-    weights = [cast(Mapping[str, Any], one).get("weight") != 0 for one in cast(list[Any], value)]
+    weights = [
+        cast(Mapping[str, Any], message).get("weight") != 0 for message in cast(list[Any], value)
+    ]
     return messages, [trained and weight for weight in weights]
 
 
@@ -153,8 +157,8 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     given = _decoded(value, f"{where}.tool_calls") or []
     if not isinstance(given, list):
         raise BadRow("tool_calls", f"{where}.tool_calls must be a list")
-    for one in cast(list[Any], given):
-        call = cast(dict[str, Any], one) if isinstance(one, dict) else {}
+    for entry in cast(list[Any], given):
+        call = cast(dict[str, Any], entry) if isinstance(entry, dict) else {}
         inner = call.get("function", call)
         function = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
         name = function.get("name")

@@ -120,7 +120,7 @@ class TemplateTokenizer:
 
     def _otherwise(self, talk: Conversation, index: int, before: str, whole: str) -> str:
         """Say what to do where a reply's text does not go on from its generation prompt."""
-        others = [one for one in talk.messages[: index + 1] if one["role"] != "system"]
+        others = [message for message in talk.messages[: index + 1] if message["role"] != "system"]
         if len(others) <= index:
             prompt = self._chat.render(others[:-1], tools=talk.tools)
             if self._chat.render(others, generate=False, tools=talk.tools).startswith(prompt):
@@ -166,14 +166,14 @@ class RendererTokenizer(TemplateTokenizer):
         """`chat` is of the same model; `roles`: the roles whose messages are trained."""
         super().__init__(chat, roles)
         self._renderer = renderer
-        asked: list[Any] = [{"role": "user", "content": "a"}]
-        theirs = renderer.render_ids(asked, add_generation_prompt=True)
-        if theirs != chat.prompt(asked):
+        question: list[Any] = [{"role": "user", "content": "a"}]
+        theirs = renderer.render_ids(question, add_generation_prompt=True)
+        if theirs != chat.prompt(question):
             logger.warning(
                 "the renderer prompts by %r, and the chat template, by which the model is run and served, "
                 'by %r: set data.renderer to "template" unless you mean that',
                 chat.shown(theirs, special=True),
-                chat.prompt_text(asked),
+                chat.prompt_text(question),
             )
 
     def _conversation(self, talk: Conversation) -> Tokens:
@@ -238,11 +238,11 @@ def bodies(
     scaffold, place = text_of(marked), 0
     spans: list[tuple[int, int]] = []
     for n, mark in marks.items():
-        before, found, scaffold = scaffold.partition(mark)
+        before, separator, scaffold = scaffold.partition(mark)
         place += len(before)
         content: str = messages[n]["content"]
         body = next((b for b in (content, content.strip()) if text.startswith(b, place)), None)
-        if not found or body is None:
+        if not separator or body is None:
             break
         spans.append((place, place + len(body)))
         place += len(body)

@@ -150,11 +150,11 @@ class FileStore:
         if self.get(name) is not None:  # one that is damaged on the disk is written again
             return name
         with self._lock:
-            held = sum(self._index().values()) + self._reserved
-            if held + len(data) > self._max_bytes:
+            used = sum(self._index().values()) + self._reserved
+            if used + len(data) > self._max_bytes:
                 raise QuotaExceeded(
                     f"{len(data)} bytes more would exceed the store's limit of {self._max_bytes} "
-                    f"({held} in use): raise weights.max_disk_gib or lower weights.keep_versions"
+                    f"({used} in use): raise weights.max_disk_gib or lower weights.keep_versions"
                 )
             self._reserved += len(data)
         try:
@@ -243,7 +243,7 @@ class FileStore:
         self._made.add(directory)
 
     def _index(self) -> dict[bytes, int]:
-        """Sizes by digest; scanned once. The lock is held."""
+        """Return the sizes by digest, scanned once. The caller holds the lock."""
         if self._sizes is None:
             try:
                 self._sizes = self._scan()

@@ -45,13 +45,13 @@ class JudgeAnswers:
             raise self._broken(error) from error
         return None if row is None else (row[0], bool(row[1]))
 
-    def add(self, request: bytes, model: str, asked: str, answer: str, *, cut: bool) -> None:
+    def add(self, request: bytes, model: str, question: str, answer: str, *, cut: bool) -> None:
         """Keep an answer; the first to a request stays. Raises StorageError."""
         try:
             added = self._db.execute(
                 "INSERT OR IGNORE INTO answers (request, model, asked, answer, cut, time) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
-                (request, model, asked, answer, cut, time.time()),
+                (request, model, question, answer, cut, time.time()),
             ).lastrowid
             if added and added % PRUNED_EVERY == 0:
                 self._db.execute("DELETE FROM answers WHERE number <= ?", (added - KEPT,))

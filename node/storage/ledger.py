@@ -326,8 +326,8 @@ class Ledger:
 
     def lease_done(self, lease_id: int) -> bool:
         """Return whether a submission was received for this lease."""
-        found = self._db.execute("SELECT 1 FROM inbox WHERE lease_id = ?", (lease_id,)).fetchone()
-        return found is not None
+        row = self._db.execute("SELECT 1 FROM inbox WHERE lease_id = ?", (lease_id,)).fetchone()
+        return row is not None
 
     def last_arrival(self) -> int:
         """Return the number of the last submission received; 0 before the first."""
@@ -388,12 +388,12 @@ class Ledger:
                 self._write(
                     "INSERT OR REPLACE INTO reputations VALUES (?, ?, ?)", (peer, arrival, snapshot)
                 )
-            for one in honest:
+            for rollout in honest:
                 self._write(
                     "INSERT INTO honest (class, node, version, evidence) VALUES (?, ?, ?, ?)",
-                    (one.numerics, one.node, one.version, one.evidence),
+                    (rollout.numerics, rollout.node, rollout.version, rollout.evidence),
                 )
-            for numerics in {one.numerics for one in honest}:
+            for numerics in {rollout.numerics for rollout in honest}:
                 self._write(
                     "DELETE FROM honest WHERE class = ?1 AND id <= (SELECT id FROM honest"
                     " WHERE class = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)",
@@ -430,10 +430,10 @@ class Ledger:
     def verdict_on(self, arrival: int) -> bytes | None:
         """Return the sealed verdict on submission number `arrival`; a damaged one is forgotten."""
         rows = self._db.execute("SELECT sealed, name FROM verdicts WHERE arrival = ?", (arrival,))
-        found = rows.fetchone()
-        if found is None:
+        row = rows.fetchone()
+        if row is None:
             return None
-        sealed, name = found
+        sealed, name = row
         if self._is_whole(
             sealed, name, f"the verdict on submission {arrival}", "it is judged again"
         ):
@@ -472,17 +472,17 @@ class Ledger:
             "SELECT id, sealed, name FROM verdicts WHERE node = ? AND id > ? ORDER BY id LIMIT ?",
             (node, number, count),
         )
-        found: list[tuple[int, bytes]] = []
+        verdicts: list[tuple[int, bytes]] = []
         for row, sealed, name in rows:
             if not self._is_whole(
                 sealed, name, f"verdict {row} on {short(node)}", "its node gets the others"
             ):
                 continue
             size -= len(sealed)
-            if found and size < 0:
+            if verdicts and size < 0:
                 break
-            found.append((row, bytes(sealed)))
-        return found
+            verdicts.append((row, bytes(sealed)))
+        return verdicts
 
     def _is_whole(self, data: bytes, name: bytes | None, what: str, then: str) -> bool:
         """Say whether `data` still has the digest under which it was stored; if not, log that once.
@@ -496,23 +496,23 @@ class Ledger:
             logger.error("%s: %s was damaged on the disk: %s", self.path, what, then)
         return False
 
-    def spool(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
+    def queue_upload(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
         """Keep a submission until its receipt comes."""
         self._write_large(
             "INSERT OR IGNORE INTO spool VALUES (?, ?, ?, ?)", (digest, lease_id, deadline, sealed)
         )
 
-    def spooled(self) -> list[tuple[bytes, int, float]]:
+    def queued_uploads(self) -> list[tuple[bytes, int, float]]:
         """Return (digest, lease id, deadline) of submissions to upload, the most urgent first."""
         rows = self._db.execute("SELECT digest, lease_id, deadline FROM spool ORDER BY deadline")
         return [(bytes(name), lease, deadline) for name, lease, deadline in rows]
 
-    def spooled_body(self, digest: bytes) -> bytes | None:
+    def queued_upload(self, digest: bytes) -> bytes | None:
         """Return a sealed submission that is still to be uploaded."""
         row = self._db.execute("SELECT sealed FROM spool WHERE digest = ?", (digest,)).fetchone()
         return None if row is None else bytes(row[0])
 
-    def unspool(self, digest: bytes) -> None:
+    def drop_upload(self, digest: bytes) -> None:
         """Delete a submission: its receipt came, or it was refused for good."""
         self._write("DELETE FROM spool WHERE digest = ?", (digest,))
 
@@ -619,9 +619,9 @@ def _check_integrity(path: Path, db: sqlite3.Connection) -> None:
     A row that an index lacks would be written twice: a submission, or a verdict. It takes 1.4 s a GB from
     memory, three times as long as a check without the indices, and both read every page.
     """
-    (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
-    if found != "ok":
-        raise damaged(path, found)
+    (result,) = db.execute("PRAGMA integrity_check(1)").fetchone()
+    if result != "ok":
+        raise damaged(path, result)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def whole_directory(target: Path, known: Known, *, fsync: bool = True) -> Genera
     """
     partial = partial_of(target)
     replaced = target.with_name(target.name + REPLACED)
-    made = False
+    created = False
     try:
         if target.is_symlink():
             raise StorageError(
@@ -55,7 +55,7 @@ def whole_directory(target: Path, known: Known, *, fsync: bool = True) -> Genera
             )
         remove_made(partial, known)
         partial.mkdir(parents=True)
-        made = True
+        created = True
         yield partial
         if fsync:
             sync_tree(partial)
@@ -70,7 +70,7 @@ def whole_directory(target: Path, known: Known, *, fsync: bool = True) -> Genera
             f"cannot write {target}: {error}: free disk space or change permissions"
         ) from error
     finally:
-        if made:
+        if created:
             remove_own(partial)
     with suppress(OSError):
         remove_made(replaced, known)

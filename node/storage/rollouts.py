@@ -45,7 +45,7 @@ class KeptRollout:
     branch: int
     verdict: Outcome
     reason: str
-    """Why it is not trained: a reason code, thin (too few of its group left) or zero_advantage."""
+    """Why it is not trained: a reason code, too_few (too few of its group left) or zero_advantage."""
     detail: str
     """The evidence for a rejection, in words."""
     reward: float
@@ -88,13 +88,13 @@ class KeptRollout:
         return f"{self.step}/{self.group}/{self.rollout}"
 
     def parts(self) -> list[tuple[str, bool]]:
-        """Prompt and completion as the model saw them, in parts, each with whether the model drew it."""
+        """Split prompt and completion as the model saw them into parts, each with whether the model drew it."""
         bounds = [0, *self.cuts, len(self.completion)]
         spans = [self.completion[start:end] for start, end in pairwise(bounds)]
-        drawn = any(self.completion_mask)
+        completed = any(self.completion_mask)
         return [
             (self.prompt, False),
-            *((text, drawn and not at % 2) for at, text in enumerate(spans)),
+            *((text, completed and not at % 2) for at, text in enumerate(spans)),
         ]
 
 
@@ -127,19 +127,19 @@ class RolloutFilter:
         """Return whether any rollout of a step can be wanted."""
         return self.steps is None or self.steps[0] <= step <= self.steps[1]
 
-    def takes(self, one: KeptRollout) -> bool:
+    def takes(self, rollout: KeptRollout) -> bool:
         """Return whether a rollout is wanted."""
         low, high = self.reward
         return (
-            self.takes_step(one.step)
-            and one.worker.startswith(self.worker)
-            and self.environment in ("", one.environment)
-            and self.verdict in ("", one.verdict)
-            and self.reason in ("", one.reason)
-            and (low == -math.inf or low <= one.reward)
-            and (high == math.inf or one.reward <= high)
-            and self.group in (None, one.group)
-            and self.rollout in (None, one.rollout)
+            self.takes_step(rollout.step)
+            and rollout.worker.startswith(self.worker)
+            and self.environment in ("", rollout.environment)
+            and self.verdict in ("", rollout.verdict)
+            and self.reason in ("", rollout.reason)
+            and (low == -math.inf or low <= rollout.reward)
+            and (high == math.inf or rollout.reward <= high)
+            and self.group in (None, rollout.group)
+            and self.rollout in (None, rollout.rollout)
         )
 
 
@@ -188,7 +188,7 @@ class StepRecord(msgspec.Struct, frozen=True):
 def _tables(rows: Iterator[KeptRollout], schema: Any) -> Iterator[Any]:
     import pyarrow as pa
 
-    while some := [vars(one) for one in islice(rows, ROWS_AT_ONCE)]:
+    while some := [vars(rollout) for rollout in islice(rows, ROWS_AT_ONCE)]:
         yield pa.Table.from_pylist(some, schema)
 
 
@@ -207,8 +207,8 @@ class RolloutFiles:
         """List the steps with kept rollouts, ascending."""
         if not self.directory.is_dir():
             return []
-        found = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
-        return sorted(int(name[1]) for name in found if name)
+        matches = (_NAME.fullmatch(path.name) for path in self.directory.iterdir())
+        return sorted(int(name[1]) for name in matches if name)
 
     def write(self, record: StepRecord, rows: Iterable[KeptRollout]) -> int:
         """Write the file of a step, whole or not at all; returns its bytes. Raises StorageError."""
@@ -257,7 +257,7 @@ class RolloutFiles:
 
     def go_back(self, step: int) -> None:
         """Remove the files of later steps: the run goes on after `step`. Raises StorageError."""
-        self._remove(one for one in self.steps() if one > step)
+        self._remove(later for later in self.steps() if later > step)
 
     def prune(self, steps: int, max_bytes: float) -> None:
         """Remove the oldest files beyond the newest `steps` (0: all), or beyond `max_bytes` together.

@@ -133,8 +133,8 @@ def holds_run(directory: Path) -> bool:
 def write(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replace the file at `path` by one that holds `text`, whole or not at all. Raises StorageError."""
     with whole_file(path) as partial:
-        made = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with open(made, "w", encoding="utf-8") as file:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
 
 
@@ -207,10 +207,10 @@ def is_run(run_dir: Path) -> bool:
         return True
     try:
         with (run_dir / CONFIG).open("rb") as file:
-            found: Any = json.loads(file.read(MAX_CONFIG))
+            content: Any = json.loads(file.read(MAX_CONFIG))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and cast("dict[str, Any]", found).keys() >= IN_CONFIG
+    return isinstance(content, dict) and cast("dict[str, Any]", content).keys() >= IN_CONFIG
 
 
 def claim(run_dir: Path, *, goes_on: bool = False) -> None:
@@ -223,10 +223,10 @@ def claim(run_dir: Path, *, goes_on: bool = False) -> None:
     make_directory(run_dir)
     if not goes_on and not is_run(run_dir):
         names = sorted(path.name for path in run_dir.iterdir())
-        taken = [name for name in names if name in _FILES or _is_folder(name)]
-        if taken:
+        foreign = [name for name in names if name in _FILES or _is_folder(name)]
+        if foreign:
             raise UsageError(
-                f"{run_dir} is no directory of a run (it has no {MARK}) and holds {some(taken)}, which a run "
+                f"{run_dir} is no directory of a run (it has no {MARK}) and holds {some(foreign)}, which a run "
                 "would write over: move that away, or choose another --name or --output-dir"
             )
     if not (run_dir / MARK).is_file():
@@ -285,7 +285,9 @@ def clean(run_dir: Path) -> None:
         raise UsageError(
             f"{some(links)} in {run_dir} is a link, and --clean follows none: remove the link yourself"
         )
-    foreign = [one for one in names if WORKER.fullmatch(one) and not _is_own_worker(run_dir / one)]
+    foreign = [
+        name for name in names if WORKER.fullmatch(name) and not _is_own_worker(run_dir / name)
+    ]
 
     def known(path: str) -> bool:
         return path.partition("/")[0] not in foreign and written_by_run(path)

@@ -32,7 +32,7 @@ LOST_BYTES = 64 * 2**20
 """Maximum bytes of tokens kept per step of rollouts in no batch: a hostile worker sends many."""
 CLOSE_S = 30.0
 """Longest wait for the last files when a trainer ends."""
-THIN = "thin"
+TOO_FEW = "too_few"
 ZERO_ADVANTAGE = "zero_advantage"
 NOT_ADMITTED = "not_admitted"
 """Reason of rollouts rejected by a gate of training.curriculum."""
@@ -155,7 +155,7 @@ class RolloutKeeper:
                         key=(lease.lease_id, number),
                         index=index,
                         verdict="unused" if fault is None else "rejected",
-                        reason=THIN if fault is None else fault.reason.value,
+                        reason=TOO_FEW if fault is None else fault.reason.value,
                         detail="" if fault is None else fault.detail,
                         environment=self._environments[lease.environment],
                         task=task.digest,
@@ -283,7 +283,7 @@ def rows(
     advantages = {id(sample.token_ids): sample.advantage for sample in step.samples}
     for place, group in batch:
         trained = any(id(b.token_ids) in advantages for r in group.rollouts for b in r.branches)
-        reason = THIN if trained or len(group.rollouts) < 2 else ZERO_ADVANTAGE
+        reason = TOO_FEW if trained or len(group.rollouts) < 2 else ZERO_ADVANTAGE
         yield from _group_rows(step.step, place, group, reason, advantages, shown)
     places = count(len(step.groups))
     for group, reason in step.lost.groups:

@@ -196,7 +196,9 @@ class Publisher:
             replica.commit(replica.prepare(manifest, artifact, chunks))
 
     async def _prove(self, version: int, state: State) -> Policy:
-        return await asyncio.to_thread(prove, version, state, held=self._policy, threads=_threads())
+        return await asyncio.to_thread(
+            prove, version, state, known=self._policy, threads=_threads()
+        )
 
     def _begin_epoch(self, version: int) -> None:
         """Start a new epoch with a full snapshot: the chain went further than the checkpoint."""

@@ -488,7 +488,7 @@ class LeaseScheduler:
         if self.book.staffed(now) and not self.registry.proven(peer):
             waiting = len(self.book.newcomers)
             return f"newcomers take turns until work of theirs is accepted, {waiting} wait"
-        return "all that may be generated now is leased, or waits to be trained"
+        return "enough work is out for the next steps"
 
     async def take_back_from_stage(self, peer: bytes) -> None:
         """Take back the leases of a node that offers to be a stage and is not stage 0.

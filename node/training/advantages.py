@@ -32,11 +32,11 @@ class CreditedBatch:
     samples: list[Sample]
     groups: int
     """Groups that contributed samples."""
-    pruned: int
+    filtered: int
     """Groups without signal that were left out."""
-    thin: int
+    too_few: int
     """Groups with fewer than two rollouts that have tokens and a finite reward."""
-    flat: int = 0
+    zero_advantage: int = 0
     """Groups without signal (every advantage 0), whether left out or not."""
     baselines: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     """Baselines of rae after this batch, by environment and agent."""
@@ -94,20 +94,20 @@ def rae(rewards: Sequence[float], baseline: float, decay: float) -> tuple[list[f
     structural advantage must not count as merit. Returns the advantages and the new baseline b,
     which starts at 0.
     """
-    found: list[float] = []
+    differences: list[float] = []
     for reward in rewards:
-        found.append(reward - baseline)
+        differences.append(reward - baseline)
         baseline = decay * baseline + (1 - decay) * reward
-    return found, baseline
+    return differences, baseline
 
 
-def overlong_penalty(drawn: int, config: OverlongConfig) -> float:
-    """Return the penalty of a rollout of `drawn` tokens.
+def overlong_penalty(tokens: int, config: OverlongConfig) -> float:
+    """Return the penalty of a rollout of `tokens` tokens.
 
     DAPO's soft overlong punishment (arXiv 2503.14476, equation 13): 0 up to max_tokens - buffer_tokens, then
     rising linearly to `penalty` at max_tokens.
     """
-    over = drawn - (config.max_tokens - config.buffer_tokens)
+    over = tokens - (config.max_tokens - config.buffer_tokens)
     return config.penalty * min(max(over / config.buffer_tokens, 0.0), 1.0)
 
 
@@ -140,13 +140,13 @@ class Size:
     def of(cls, rollout: ScoredRollout) -> "Size":
         """Count the tokens and turns of a rollout."""
         masks = [branch.mask for branch in rollout.branches]
-        drawn = sum(map(sum, masks))
+        output = sum(map(sum, masks))
         turns = sum(
             now and not before
             for mask in masks
             for before, now in zip([False, *mask], mask, strict=False)
         )
-        return cls(drawn, sum(map(len, masks)) - drawn, turns)
+        return cls(output, sum(map(len, masks)) - output, turns)
 
 
 def grpo_length(
@@ -191,42 +191,44 @@ def credit(
     `baselines` are the rae baselines after the previous batch.
 
     Rollouts without tokens or with a reward that is not finite are left out, also of the group's baseline; the
-    remaining ones are compared with each other. Groups without signal are pruned, not back-filled, unless the
-    config keeps them or its loss reads no advantages; then their advantages are exactly 0. With ECHO a pruned
+    remaining ones are compared with each other. Groups without signal are left out, not back-filled, unless the
+    config keeps them or its loss reads no advantages; then their advantages are exactly 0. With ECHO such a
     group still contributes its environment tokens, but no model tokens.
     """
     compared: list[tuple[RolloutGroup, list[ScoredRollout], list[float]]] = []
     by_batch: list[int] = []
     """Indices of the groups in `compared` whose advantages are divided by the batch's standard deviation."""
-    flat = thin = 0
-    averages = {name: dict(one) for name, one in baselines.items()}
+    zero_advantage = too_few = 0
+    averages = {name: dict(averages_of_run) for name, averages_of_run in baselines.items()}
     for group in groups:
         survivors = _survivors(group)
         if len(survivors) < 2:
-            thin += 1
+            too_few += 1
             continue
         settings = own.get(group.environment, training)
         averages.setdefault(group.environment, {})
         traces = [trace for rollout in survivors for _, trace in rollout.traces()]
         advantages = _advantages(survivors, settings, averages[group.environment])
         if max(map(abs, advantages)) < NO_SIGNAL:
-            flat += 1
+            zero_advantage += 1
             advantages = [0.0] * len(traces)
         if settings.advantage == "reinforce_plus_plus":
             by_batch.append(len(compared))
         compared.append((group, traces, advantages))
-    found = [advantages for _, _, advantages in compared]
-    scaled = over_batch_std([found[number] for number in by_batch])
+    values_by_group = [advantages for _, _, advantages in compared]
+    scaled = over_batch_std([values_by_group[number] for number in by_batch])
     for number, advantages in zip(by_batch, scaled, strict=True):
-        found[number] = advantages
+        values_by_group[number] = advantages
     used = [
         _samples(group.environment, traces, values, own.get(group.environment, training))
-        for (group, traces, _), values in zip(compared, found, strict=True)
+        for (group, traces, _), values in zip(compared, values_by_group, strict=True)
     ]
-    samples = [one for group in used for one in group]
-    kept = sum(map(bool, used))
-    averages = {name: one for name, one in averages.items() if one}
-    return CreditedBatch(samples, kept, len(compared) - kept, thin, flat, averages)
+    samples = [sample for group in used for sample in group]
+    credited = sum(map(bool, used))
+    averages = {name: by_agent for name, by_agent in averages.items() if by_agent}
+    return CreditedBatch(
+        samples, credited, len(compared) - credited, too_few, zero_advantage, averages
+    )
 
 
 def group_advantages(group: RolloutGroup, training: TrainingConfig) -> list[float]:
@@ -240,9 +242,10 @@ def group_advantages(group: RolloutGroup, training: TrainingConfig) -> list[floa
 
 def _survivors(group: RolloutGroup) -> list[ScoredRollout]:
     return [
-        one
-        for one in group.rollouts
-        if one.branches and all(abs(trace.reward) <= MAX_REWARD for _, trace in one.traces())
+        rollout
+        for rollout in group.rollouts
+        if rollout.branches
+        and all(abs(trace.reward) <= MAX_REWARD for _, trace in rollout.traces())
     ]
 
 
@@ -278,20 +281,20 @@ def _comparable(
     `algo/hierarchical_grpo.py`).
     """
     inside = training.episode_agents if training.advantage == "hierarchical_grpo" else ()
-    found: dict[Peers, list[tuple[int, ScoredRollout]]] = {}
+    traces: dict[Peers, list[tuple[int, ScoredRollout]]] = {}
     numbers = count()
     for place, rollout in enumerate(rollouts):
         for agent, trace in rollout.traces():
             peers = (agent, place if agent in inside else None)
-            found.setdefault(peers, []).append((next(numbers), trace))
-    return found
+            traces.setdefault(peers, []).append((next(numbers), trace))
+    return traces
 
 
 def _advantages(
     rollouts: Sequence[ScoredRollout], training: TrainingConfig, baselines: dict[str, float]
 ) -> list[float]:
     """Compute each trace's advantage, in order; update rae's `baselines` in place."""
-    found: dict[int, float] = {}
+    advantages: dict[int, float] = {}
     for (agent, _), members in _comparable(rollouts, training).items():
         traces = [trace for _, trace in members]
         if training.advantage == "rae":
@@ -301,8 +304,8 @@ def _advantages(
             values = [0.0]  # nothing to compare with
         else:
             values = _compared(traces, training)
-        found |= {number: value for (number, _), value in zip(members, values, strict=True)}
-    return [found[number] for number in range(len(found))]
+        advantages |= {number: value for (number, _), value in zip(members, values, strict=True)}
+    return [advantages[number] for number in range(len(advantages))]
 
 
 def _compared(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> list[float]:
@@ -325,7 +328,9 @@ def _rewards(rollouts: Sequence[ScoredRollout], training: TrainingConfig) -> lis
     overlong = training.overlong
     if overlong is None:
         return [rollout.reward for rollout in rollouts]
-    return [one.reward - overlong_penalty(Size.of(one).output, overlong) for one in rollouts]
+    return [
+        rollout.reward - overlong_penalty(Size.of(rollout).output, overlong) for rollout in rollouts
+    ]
 
 
 def _samples(
@@ -334,7 +339,7 @@ def _samples(
     advantages: Sequence[float],
     training: TrainingConfig,
 ) -> list[Sample]:
-    """Make the samples of a group; a pruned group contributes none of the model's tokens."""
+    """Make the samples of a group; a group without signal contributes none of the model's tokens."""
     prune = training.filter_zero_advantages and training.loss.reads_advantages
     rewarded, echo = any(advantages) or not prune, training.loss.echo_alpha > 0
     samples = [
@@ -351,14 +356,14 @@ def _samples(
         for rollout, advantage in zip(rollouts, advantages, strict=True)
         for branch in rollout.branches
     ]
-    return [one for one in samples if rewarded or any(one.echo or ())]
+    return [sample for sample in samples if rewarded or any(sample.echo or ())]
 
 
-def observations(drawn: Sequence[bool]) -> list[bool]:
+def observations(mask: Sequence[bool]) -> list[bool]:
     """Mark the environment's tokens after the model's first token; the prompt is not marked.
 
     As prime-rl's `algo/echo.py` does where it has no roles: the chat template's tokens around them are
     included.
     """
-    begun = [False, *accumulate(drawn, or_)]
-    return [before and not own for before, own in zip(begun, drawn, strict=False)]
+    begun = [False, *accumulate(mask, or_)]
+    return [before and not own for before, own in zip(begun, mask, strict=False)]

@@ -55,9 +55,9 @@ def attend(
     row's tokens; between two all-to-all exchanges each rank has all tokens of a part of the heads (Ulysses,
     Jacobs et al. 2023).
     """
-    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
+    q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     if context is not None:
-        q, k, v = (_all_tokens(one, context) for one in (q, k, v))
+        q, k, v = (_all_tokens(rows, context) for rows in (q, k, v))
         s_aux = None if s_aux is None else s_aux.chunk(context.size())[context.get_local_rank()]
     rules = Rules(scaling, sliding_window or 0, softcap or 0.0)
     if q.is_cuda and q.dtype in HALF:
@@ -85,8 +85,8 @@ def _all_tokens(part: Tensor, context: DeviceMesh) -> Tensor:
 def _all_heads(part: Tensor, context: DeviceMesh) -> Tensor:
     """Exchange [T, H / ranks, D] -> [T / ranks, H, D]."""
     ranks = context.size()
-    found = _exchange(part.contiguous(), context).unflatten(0, (ranks, -1))
-    return found.transpose(0, 1).flatten(1, 2)
+    heads = _exchange(part.contiguous(), context).unflatten(0, (ranks, -1))
+    return heads.transpose(0, 1).flatten(1, 2)
 
 
 def _exchange(rows: Tensor, context: DeviceMesh) -> Tensor:
@@ -146,8 +146,8 @@ def packed_attention_backward(
     """
     rules = Rules(scale, window, cap)
     kernel, layout = kernel_for(q, k, rules), Layout(ends, offsets)
-    found = kernel.backward(grad.contiguous(), q, k, v, out, lse, layout, rules)
-    of_q, of_k, of_v = (one.contiguous() for one in found)
+    gradients = kernel.backward(grad.contiguous(), q, k, v, out, lse, layout, rules)
+    of_q, of_k, of_v = (gradient.contiguous() for gradient in gradients)
     return of_q, of_k, of_v
 
 
@@ -163,10 +163,10 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> Any:
     *saved, sinks = ctx.saved_tensors
-    found = _ours.packed_attention_backward(grad, *saved, *ctx.rules)
+    gradients = _ours.packed_attention_backward(grad, *saved, *ctx.rules)
     out, lse = saved[3], saved[4]
     of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
-    return *found, of_sinks, None, None, None, None, None
+    return *gradients, of_sinks, None, None, None, None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_keep)
@@ -178,8 +178,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     A sink adds exp(sink) to the softmax's sum and nothing to the weighted values.
     """
     scores = sinks.to(lse.dtype)[:, None]
-    kept = torch.sigmoid(lse - scores)
-    return (out * kept.T[..., None]).to(out.dtype), torch.logaddexp(lse, scores.expand_as(lse))
+    weight = torch.sigmoid(lse - scores)
+    return (out * weight.T[..., None]).to(out.dtype), torch.logaddexp(lse, scores.expand_as(lse))
 
 
 def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -217,19 +217,19 @@ def sequence_by_sequence(
     parts = parts_of(ends)
     longest = longest_of(parts)
     if longest * len(parts) > LOOSE * len(rows[0]):
-        return torch.cat([compute([one[part][None] for one in rows])[0] for part in parts])
+        return torch.cat([compute([row[part][None] for row in rows])[0] for part in parts])
     starts = torch.tensor([part.start for part in parts])
     places = starts[:, None] + torch.arange(longest)
     inside = places < ends[:, None]
     device = rows[0].device
     # a row of zeros follows the last token
     places, inside = places.where(inside, len(rows[0])).to(device), inside.to(device)
-    return compute([F.pad(one, (0, 0) * (one.dim() - 1) + (0, 1))[places] for one in rows])[inside]
+    return compute([F.pad(row, (0, 0) * (row.dim() - 1) + (0, 1))[places] for row in rows])[inside]
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None) -> Tensor:
     """Compute causal attention of [S, L, H, D]; no token attends to the padding on its right."""
-    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
     length = q.shape[2]
     window = rules.window if rules.window < length else 0
     if sinks is not None or rules.cap:
@@ -250,7 +250,7 @@ def _softmax_mixed(
     Holds all scores in memory at once.
     """
     groups = q.shape[1] // k.shape[1]
-    k, v = (one.repeat_interleave(groups, 1) for one in (k, v))
+    k, v = (heads.repeat_interleave(groups, 1) for heads in (k, v))
     scores = q @ k.transpose(2, 3)
     scores = scores_of(scores.to(torch.promote_types(scores.dtype, torch.float32)), mask, rules)
     if sinks is not None:

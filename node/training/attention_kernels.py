@@ -167,8 +167,8 @@ class Mathematics:
         cls, q: Tensor, k: Tensor, v: Tensor, layout: Layout, rules: Rules
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward()."""
-        found = [cls._mixed(q[part], k[part], v[part], rules) for part in parts_of(layout.ends)]
-        return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found], 1)
+        parts = [cls._mixed(q[part], k[part], v[part], rules) for part in parts_of(layout.ends)]
+        return torch.cat([value for value, _ in parts]), torch.cat([value for _, value in parts], 1)
 
     @classmethod
     def backward(
@@ -183,11 +183,11 @@ class Mathematics:
         rules: Rules,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Kernel.backward()."""
-        found = [
+        gradients = [
             cls._gradients(grad[part], q[part], k[part], v[part], out[part], lse[:, part], rules)
             for part in parts_of(layout.ends)
         ]
-        of_q, of_k, of_v = (torch.cat(one) for one in zip(*found, strict=True))
+        of_q, of_k, of_v = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         return of_q, of_k, of_v
 
     @classmethod
@@ -273,20 +273,22 @@ def agree(
     Logs why they are not used: `fault` with the error, or what the kernels raise.
     """
     try:
-        found, wanted = compute()
+        computed, wanted = compute()
     except Exception as error:  # kernels are compiled here, and young compilers may raise anything
         logger.warning("%s is not used: %s: %s", library, type(error).__name__, error)
         return False
-    worst = max(_relative_error(one, other) for one, other in zip(found, wanted, strict=True))
+    worst = max(
+        _relative_error(result, other) for result, other in zip(computed, wanted, strict=True)
+    )
     if not worst < NEAR:
         logger.warning("%s is not used: " + fault, library, worst)
         return False
     return True
 
 
-def _relative_error(found: Tensor, wanted: Tensor) -> float:
+def _relative_error(computed: Tensor, wanted: Tensor) -> float:
     """Return the root mean square of the difference over that of `wanted`."""
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    return float((computed.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def _flash4_arguments(layout: Layout, rules: Rules) -> dict[str, Any]:

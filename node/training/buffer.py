@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-Refusal = Literal["stale", "future", "thin", "full"]
+Refusal = Literal["stale", "future", "too_few", "full"]
 """Reason of a refusal by add(): policy too old, version that does not exist yet, fewer than two rollouts with
 tokens, or buffer full."""
 
@@ -59,10 +59,10 @@ class ScoredRollout:
         """
         if not self.agents:
             return [("", self)]
-        ends = accumulate(one.branches for one in self.agents)
+        ends = accumulate(agent.branches for agent in self.agents)
         return [
-            (one.agent, ScoredRollout(self.branches[end - one.branches : end], one.reward))
-            for one, end in zip(self.agents, ends, strict=True)
+            (agent.agent, ScoredRollout(self.branches[end - agent.branches : end], agent.reward))
+            for agent, end in zip(self.agents, ends, strict=True)
         ]
 
 
@@ -131,7 +131,7 @@ class RolloutBuffer:
         self.counts[refusal or "added"] += 1
         if refusal is None:
             # equals go to the right: first in, first out within a version
-            insort(self._groups, group, key=lambda one: one.policy_oldest)
+            insort(self._groups, group, key=lambda member: member.policy_oldest)
         return refusal
 
     def advance(self, version: int) -> list[RolloutGroup]:
@@ -151,18 +151,18 @@ class RolloutBuffer:
         """
         if n_groups < 1:
             raise ValueError("a batch needs at least one group")
-        taken: list[int] = []
+        indices: list[int] = []
         shares: Counter[bytes] = Counter()
         for index, group in enumerate(self._groups):
-            if len(taken) == n_groups:
+            if len(indices) == n_groups:
                 break
             if per_node is None or shares[group.node] < per_node:
                 shares[group.node] += 1
-                taken.append(index)
-        if len(taken) < n_groups:
+                indices.append(index)
+        if len(indices) < n_groups:
             return None
-        batch = [self._groups[index] for index in taken]
-        chosen = set(taken)
+        batch = [self._groups[index] for index in indices]
+        chosen = set(indices)
         self._groups = [group for i, group in enumerate(self._groups) if i not in chosen]
         self.counts["cut"] += n_groups
         return batch
@@ -200,7 +200,7 @@ class RolloutBuffer:
         if self._is_stale(group):
             return "stale"
         if sum(1 for rollout in group.rollouts if rollout.branches) < 2:
-            return "thin"
+            return "too_few"
         if len(self._groups) >= self.capacity:
             return "full"
         return None

@@ -67,7 +67,7 @@ class Curriculum:
     def observe(self, group: RolloutGroup) -> bool:
         """Record a verified group; return whether every gate admits it to training."""
         if self.chooses and 0 <= group.task_index < len(self._weights):
-            mean = math.fsum(one.reward for one in group.rollouts) / len(group.rollouts)
+            mean = math.fsum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
             self._put(group.task_index, mean)
         admitted = self._admits(group)
         self._counts[admitted] += 1
@@ -114,8 +114,8 @@ class Curriculum:
         advantages = group_advantages(group, self._training)
         return not advantages or all(
             any(
-                not gate.reject_min - NO_SIGNAL < one < gate.reject_max + NO_SIGNAL
-                for one in advantages
+                not gate.reject_min - NO_SIGNAL < advantage < gate.reject_max + NO_SIGNAL
+                for advantage in advantages
             )
             for gate in self._config.gates.values()
         )

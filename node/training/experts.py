@@ -36,8 +36,8 @@ class ExpertLoad:
 
     def reset(self) -> None:
         """Set all counts to 0 for a new step."""
-        for one in self._counts:
-            one.zero_()
+        for counts in self._counts:
+            counts.zero_()
 
     def figures(self) -> dict[str, float]:
         """Return load metrics over the tokens of all ranks, by prime-rl's names. Collective.
@@ -50,12 +50,14 @@ class ExpertLoad:
             return {}
         flat = torch.cat(self._counts).tolist()
         whole = torch.tensor(self._world.total(flat), dtype=torch.float64)
-        layers = [one for one in whole.split([len(one) for one in self._counts]) if one.any()]
-        found = [_spread(one / one.mean()) for one in layers]
+        layers = [
+            layer for layer in whole.split([len(layer) for layer in self._counts]) if layer.any()
+        ]
+        spreads = [_spread(layer / layer.mean()) for layer in layers]
         return {
             f"expert_load/{name}/{fold}": value
-            for name in (found[0] if found else ())
-            for fold, value in _folds([one[name] for one in found])
+            for name in (spreads[0] if spreads else ())
+            for fold, value in _folds([spread[name] for spread in spreads])
         }
 
 
@@ -199,10 +201,10 @@ def share_out(causal: nn.Module, ranks: int, world: World, dtype: torch.dtype) -
         raise EngineError(
             f"expert_parallel is {ranks}: set it to the number of ranks, {world.size}, and fsdp.replicas to 1"
         )
-    found: list[Any] = [one for one in causal.modules() if _has_experts(one)]
-    if not found:
+    expert_modules: list[Any] = [module for module in causal.modules() if _has_experts(module)]
+    if not expert_modules:
         raise EngineError(f"{type(causal).__name__} has no experts: set expert_parallel to 1")
-    for experts in found:
+    for experts in expert_modules:
         if experts.num_experts % ranks:
             raise EngineError(
                 f"{experts.num_experts} experts are not divisible by expert_parallel {ranks}: take a divisor"
@@ -211,7 +213,7 @@ def share_out(causal: nn.Module, ranks: int, world: World, dtype: torch.dtype) -
             setattr(experts, name, _own_rows(whole, mesh, world.device))
         own = _Own(experts, experts.num_experts // ranks, dtype)
         experts.forward = torch.compiler.disable(_travelling(own, mesh))  # reads sizes in Python
-    return {one for experts in found for one in experts.parameters()}
+    return {parameter for experts in expert_modules for parameter in experts.parameters()}
 
 
 def _has_experts(module: Any) -> bool:
@@ -222,8 +224,8 @@ def _has_experts(module: Any) -> bool:
 def _own_rows(whole: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> nn.Parameter:
     mine = whole.detach().chunk(mesh.size())[mesh.get_local_rank()]
     mine = mine.clone().to(device)  # a view would keep the whole tensor alive
-    kept = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
-    owned = nn.Parameter(kept, requires_grad=whole.requires_grad)
+    shard = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+    owned = nn.Parameter(shard, requires_grad=whole.requires_grad)
     if owned.requires_grad:
         # experts read tokens of all ranks, so their gradients are sums; elsewhere FSDP takes the mean
         owned.register_hook(_divided_by(mesh.size()))
@@ -274,11 +276,11 @@ def _travelling(own: _Own, mesh: DeviceMesh) -> Callable[..., Tensor]:
         sent = hidden_states[order // top_k_index.shape[1]]
         came = all_to_all_single_autograd(sent, journey.here, journey.there, mesh)
         if len(journey.chosen):
-            made = own.run(came, journey.chosen)
+            computed = own.run(came, journey.chosen)
         else:  # no rows received: a row of zeros keeps collective operations in step
             alone = torch.cat([came, came.new_zeros(1, came.shape[1])])
-            made = own.run(alone, journey.chosen.new_zeros(1))[:0]
-        back = all_to_all_single_autograd(made.contiguous(), journey.there, journey.here, mesh)
+            computed = own.run(alone, journey.chosen.new_zeros(1))[:0]
+        back = all_to_all_single_autograd(computed.contiguous(), journey.there, journey.here, mesh)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)).to(order))
         parts = back[places].view(*top_k_index.shape, -1)
         return (parts * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)

@@ -48,32 +48,32 @@ Chunks = Sequence[Difference | None]
 """Changes in each chunk of a rank's share of one source."""
 
 
-def fetch(*found: torch.Tensor) -> tuple[list[torch.Tensor], DeviceEvent | None]:
+def fetch(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], DeviceEvent | None]:
     """Copy tensors to the host; they are complete once the returned event has occurred."""
-    if not found[0].is_cuda:
-        return [one.cpu() for one in found], None
-    hosts = [torch.empty_like(one, device="cpu", pin_memory=True) for one in found]
-    for host, one in zip(hosts, found, strict=True):
-        host.copy_(one, non_blocking=True)
+    if not tensors[0].is_cuda:
+        return [tensor.cpu() for tensor in tensors], None
+    hosts = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+    for host, tensor in zip(hosts, tensors, strict=True):
+        host.copy_(tensor, non_blocking=True)
     ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(found[0].device))
+    ready.record(torch.cuda.current_stream(tensors[0].device))
     return hosts, ready
 
 
 def host_pieces(source: Source, chunks: Iterable[Difference | None], chunk: int) -> list[HostPiece]:
     """Copy a rank's own differences, in chunks of `chunk` elements, to the host, one by one."""
     return [
-        _host_piece(source, source.share.start + at * chunk, one)
-        for at, one in enumerate(chunks)
-        if one is not None
+        _host_piece(source, source.share.start + at * chunk, difference)
+        for at, difference in enumerate(chunks)
+        if difference is not None
     ]
 
 
-def _host_piece(source: Source, start: int, found: Difference) -> HostPiece:
-    if found.index is None:
-        (bits,), ready = fetch(found.bits)
+def _host_piece(source: Source, start: int, difference: Difference) -> HostPiece:
+    if difference.index is None:
+        (bits,), ready = fetch(difference.bits)
         return HostPiece(start, None, bits.numpy().view(BITS[source.dtype]), ready)
-    (index, bits), ready = fetch(found.index, found.bits)
+    (index, bits), ready = fetch(difference.index, difference.bits)
     return HostPiece(start, index.numpy(), bits.numpy().view(BITS[source.dtype]), ready)
 
 
@@ -95,22 +95,25 @@ class DiffCollector:
         """
         if self._ranks.device.type == "cuda":  # the first collective sets up messaging
             dist.all_reduce(torch.zeros(1, device=self._ranks.device))
-        told = [(one.name, one.dtype, one.shape, one.runs, self._chunk) for one in sources]
-        said = self._tell(np.array([ready, zlib.crc32(repr(told).encode())], np.int64))
-        if len(set(said[:, 1].tolist())) > 1:
+        layouts = [
+            (source.name, source.dtype, source.shape, source.runs, self._chunk)
+            for source in sources
+        ]
+        answers = self._tell(np.array([ready, zlib.crc32(repr(layouts).encode())], np.int64))
+        if len(set(answers[:, 1].tolist())) > 1:
             raise EngineError(
                 "the ranks export different tensors: start all of them with the same model and config"
             )
-        mine = [(one.share.start, one.share.stop - one.share.start) for one in sources]
+        mine = [(source.share.start, source.share.stop - source.share.start) for source in sources]
         shares = self._tell(np.array(mine, np.int64).reshape(-1))
         self._shares = shares.reshape(self._ranks.size, -1, 2)
         for place, source in enumerate(sources):
             self._check_shares(source, self._shares[:, place])
-        return bool(said[:, 0].all())
+        return bool(answers[:, 0].all())
 
     def collect(self, bucket: Sequence[tuple[Source, Chunks]]) -> list[list[HostPiece]]:
         """Return each source's pieces, by position; empty except on the first rank."""
-        codes = [_code(one) for _, chunks in bucket for one in chunks]
+        codes = [_code(difference) for _, chunks in bucket for difference in chunks]
         slots = [sum(self._slots(source, rank) for source, _ in bucket) for rank in self._everyone]
         header = np.zeros(max(1, *slots), np.int64)
         header[: len(codes)] = codes
@@ -120,11 +123,11 @@ class DiffCollector:
         if self._ranks.rank:
             self._send(bucket, sizes[self._ranks.rank])
             return [[] for _ in bucket]
-        found = [host_pieces(source, chunks, self._chunk) for source, chunks in bucket]
+        pieces_of = [host_pieces(source, chunks, self._chunk) for source, chunks in bucket]
         for plan, payload in self._receive(plans, sizes):
             for item, piece in _read(plan, payload):
-                found[item.source].append(piece)
-        return [sorted(pieces, key=lambda piece: piece.start) for pieces in found]
+                pieces_of[item.source].append(piece)
+        return [sorted(pieces, key=lambda piece: piece.start) for pieces in pieces_of]
 
     @property
     def _everyone(self) -> range:
@@ -176,8 +179,8 @@ class DiffCollector:
         payload = torch.empty(size, dtype=torch.uint8, device=self._ranks.device)
         at = 0
         for _, chunks in bucket:
-            for one in chunks:
-                for part in () if one is None else (one.index, one.bits):
+            for difference in chunks:
+                for part in () if difference is None else (difference.index, difference.bits):
                     if part is not None:
                         payload[at : at + part.nbytes].copy_(part.view(torch.uint8))
                         at += _aligned(part.nbytes)
@@ -246,10 +249,10 @@ def _read(plan: Sequence[_Item], payload: _Payload) -> Iterator[tuple[_Item, Hos
         at += item.nbytes
 
 
-def _code(found: Difference | None) -> int:
-    if found is None:
+def _code(difference: Difference | None) -> int:
+    if difference is None:
         return NOTHING
-    return DENSE if found.index is None else found.index.numel()
+    return DENSE if difference.index is None else difference.index.numel()
 
 
 def _aligned(size: int) -> int:
@@ -306,12 +309,12 @@ class PieceFinder:
         sound, self._sound = self._sound, False
         if not sound:
             self.forget()
-        seen: set[str] = set()
+        names: set[str] = set()
         for source, whole, pieces in self._search(sources, sound):
-            seen.add(source.name)
+            names.add(source.name)
             if not self._ranks.rank:
                 yield from _by_run(source, whole, pieces)
-        for name in self._layouts.keys() - seen:
+        for name in self._layouts.keys() - names:
             del self._bits[name], self._layouts[name]
         self._sound = self._keep
 
@@ -358,11 +361,11 @@ class PieceFinder:
             self._bits[source.name] = self._bits[source.name].to(flat.device)
         for part in parts(flat.numel(), self._chunk):
             bits = flat[part].to(torch_dtype(source.dtype)).view(storage)
-            held = self._bits[source.name][part] if self._keep else None
-            found = Difference(None, bits) if whole or held is None else compare(held, bits)
-            if found is not None and held is not None:
-                held.copy_(bits)
-            yield found
+            last = self._bits[source.name][part] if self._keep else None
+            difference = Difference(None, bits) if whole or last is None else compare(last, bits)
+            if difference is not None and last is not None:
+                last.copy_(bits)
+            yield difference
 
 
 class PolicyExporter:
@@ -420,25 +423,25 @@ class PolicyExporter:
         """End the threads that copy ahead; exported states stay valid."""
         self._host.close()
 
-    def _write(self, file: StateFile, found: Iterator[TensorDiff]) -> None:
-        """Write `found`; ranks other than the first iterate over it too, though it is empty there."""
+    def _write(self, file: StateFile, differences: Iterator[TensorDiff]) -> None:
+        """Write `differences`; ranks other than the first iterate over it too, though it is empty there."""
         if self._world.rank:
-            for _ in found:
+            for _ in differences:
                 pass
             return
         try:
             with file:
-                for one in found:
-                    file.add(one)
+                for difference in differences:
+                    file.add(difference)
         except StorageError:
-            for _ in found:  # the other ranks still send and would wait for their deadline
+            for _ in differences:  # the other ranks still send and would wait for their deadline
                 pass
             raise
 
 
-def compare(held: torch.Tensor, new: torch.Tensor) -> Difference | None:
-    """Return the elements of `new` that differ from `held`; None if all are equal."""
-    index = torch.nonzero(new != held).view(-1)  # waits for the device; the size is known now
+def compare(old: torch.Tensor, new: torch.Tensor) -> Difference | None:
+    """Return the elements of `new` that differ from `old`; None if all are equal."""
+    index = torch.nonzero(new != old).view(-1)  # waits for the device; the size is known now
     if not index.numel():
         return None
     if index.numel() * MOST_SPARSE > new.numel():
@@ -454,13 +457,13 @@ def parts(count: int, chunk: int = CHUNK) -> Iterator[slice]:
 def _buckets(sources: Sequence[Source], size: int) -> Iterator[list[Source]]:
     """Yield the sources in order, in buckets of about `size` elements: the same on every rank."""
     bucket: list[Source] = []
-    held = 0
+    elements = 0
     for source in sources:
         bucket.append(source)
-        held += numel(source.shape)
-        if held >= size:
+        elements += numel(source.shape)
+        if elements >= size:
             yield bucket
-            bucket, held = [], 0
+            bucket, elements = [], 0
     if bucket:
         yield bucket
 
@@ -476,8 +479,8 @@ def _by_run(source: Source, whole: bool, pieces: Sequence[HostPiece]) -> Iterato
             piece.wait()
             for place in _touched(starts, piece):
                 mine[place] += _cut(piece, source.runs[place])
-    for run, found in zip(source.runs, mine, strict=True):
-        yield TensorDiff(run.name, source.dtype, run.shape, whole, found)
+    for run, run_pieces in zip(source.runs, mine, strict=True):
+        yield TensorDiff(run.name, source.dtype, run.shape, whole, run_pieces)
 
 
 def _touched(starts: Sequence[int], piece: HostPiece) -> range:
@@ -495,8 +498,8 @@ def _cut(piece: HostPiece, run: TensorPiece) -> list[HostPiece]:
     low, high = run.start - piece.start, run.stop - piece.start
     if piece.index is None:
         low, high = max(low, 0), min(high, piece.bits.size)
-        found = HostPiece(piece.start + low - run.start, None, piece.bits[low:high])
-        return [found] if high > low else []
+        overlap = HostPiece(piece.start + low - run.start, None, piece.bits[low:high])
+        return [overlap] if high > low else []
     first, last = piece.index.searchsorted([low, high]).tolist()
     index, bits = piece.index[first:last], piece.bits[first:last]
     return [HostPiece(piece.start - run.start, index, bits)] if last > first else []

@@ -135,9 +135,9 @@ class FsdpBackend(LearnerBackend):
         return self._reading
 
     async def _read(self, path: Path) -> Snapshot:
-        found = await asyncio.to_thread(self._reader.snapshot, path)
+        snapshot = await asyncio.to_thread(self._reader.snapshot, path)
         self._unread = False
-        return found
+        return snapshot
 
     async def write_staged(self, directory: Path) -> None:
         """Write the newest stage(), while other calls go on. Deadline: 10 x fsdp.timeout_s."""

@@ -78,12 +78,12 @@ def policy_sources(model: "PreTrainedModel", rank: int) -> list[Source]:
     its group (its layer, if possible) and converted back by transformers. The sources stay valid as long as the
     model has the same parameters: build them once.
     """
-    held = huggingface.unique_tensors(model)
-    runs, outputs = _checkpoint_layout(model, held)
-    sources = [_source(name, held[name], found, rank) for name, found in runs.items()]
-    rest = {name: tensor for name, tensor in held.items() if name not in runs}
-    for names, made in _groups(model, rest, outputs):
-        group = _Group(model, {name: rest[name] for name in names}, made, rank)
+    tensors = huggingface.unique_tensors(model)
+    runs, outputs = _checkpoint_layout(model, tensors)
+    sources = [_source(name, tensors[name], pieces, rank) for name, pieces in runs.items()]
+    rest = {name: tensor for name, tensor in tensors.items() if name not in runs}
+    for names, outputs_of in _groups(model, rest, outputs):
+        group = _Group(model, {name: rest[name] for name in names}, outputs_of, rank)
         sources += group.sources()
     return sources
 
@@ -117,8 +117,8 @@ def _source(
         local = now.to_local() if isinstance(now, DTensor) else now
         return local.reshape(-1)[: share.stop - share.start]
 
-    kept = _all_or_nothing(numel(shape), rank) if share is None else share
-    return Source(name, dtype, shape, runs or (TensorPiece(name, shape),), kept, take, gather)
+    own = _all_or_nothing(numel(shape), rank) if share is None else share
+    return Source(name, dtype, shape, runs or (TensorPiece(name, shape),), own, take, gather)
 
 
 def _share(tensor: torch.Tensor, rank: int) -> slice | None:
@@ -133,10 +133,10 @@ def _share(tensor: torch.Tensor, rank: int) -> slice | None:
     if coordinates is None:
         return slice(0, 0)
     placed = list(zip(tensor.placements, coordinates, tensor.device_mesh.shape, strict=True))
-    cuts = [one for one in placed if not isinstance(one[0], Replicate)]
-    if len(cuts) > 1 or any(type(one) is not Shard or one.dim for one, _, _ in cuts):
+    cuts = [placed_dim for placed_dim in placed if not isinstance(placed_dim[0], Replicate)]
+    if len(cuts) > 1 or any(type(dim) is not Shard or dim.dim for dim, _, _ in cuts):
         return None
-    if any(at and isinstance(one, Replicate) for one, at, _ in placed):
+    if any(at and isinstance(placement, Replicate) for placement, at, _ in placed):
         return slice(0, 0)
     return _rows(tuple(tensor.shape), *cuts[0][1:]) if cuts else slice(0, tensor.numel())
 
@@ -145,7 +145,7 @@ def _rows(shape: tuple[int, ...], at: int, ranks: int) -> slice:
     """Return rank `at`'s elements of a tensor that torch.chunk() shards by rows."""
     width = numel(shape[1:])
     rows = -(-shape[0] // ranks)
-    first, last = (min(shape[0], rows * one) for one in (at, at + 1))
+    first, last = (min(shape[0], rows * row) for row in (at, at + 1))
     return slice(first * width, last * width)
 
 
@@ -177,10 +177,10 @@ class _Followed(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def _hollow(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _hollow(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(_Followed)
-        for name, tensor in held.items()
+        for name, tensor in tensors.items()
     }
 
 
@@ -188,24 +188,26 @@ Outputs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def _checkpoint_layout(
-    model: "PreTrainedModel", held: Mapping[str, torch.Tensor]
+    model: "PreTrainedModel", tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[TensorPiece, ...]], Outputs]:
     """Return the runs in each tensor made of runs, and the checkpoint tensors in no run."""
-    hollow = _hollow(held)
+    hollow = _hollow(tensors)
     owners = {id(tensor.untyped_storage()): name for name, tensor in hollow.items()}
-    runs: dict[str, list[TensorPiece]] = {name: [] for name in held}
-    made = huggingface.checkpoint_tensors(model, hollow)
-    for name, tensor in made.items():
+    runs: dict[str, list[TensorPiece]] = {name: [] for name in tensors}
+    checkpoint = huggingface.checkpoint_tensors(model, hollow)
+    for name, tensor in checkpoint.items():
         owner = owners.get(id(tensor.untyped_storage()))
         if owner is not None and torch.Tensor.is_contiguous(tensor):
             runs[owner].append(TensorPiece(name, tuple(tensor.shape), int(tensor.storage_offset())))
-    ordered = {name: tuple(sorted(found, key=_by_place)) for name, found in runs.items()}
-    kept = {name: found for name, found in ordered.items() if _tile(found, held[name].numel())}
-    told = {run.name for found in kept.values() for run in found}
-    return kept, {
+    ordered = {name: tuple(sorted(pieces, key=_by_place)) for name, pieces in runs.items()}
+    complete = {
+        name: pieces for name, pieces in ordered.items() if _tile(pieces, tensors[name].numel())
+    }
+    in_runs = {run.name for pieces in complete.values() for run in pieces}
+    return complete, {
         name: (tensor.dtype, tuple(tensor.shape))
-        for name, tensor in made.items()
-        if name not in told
+        for name, tensor in checkpoint.items()
+        if name not in in_runs
     }
 
 
@@ -227,20 +229,20 @@ def _groups(
         return []
     layers: dict[str, list[str]] = {}
     for name in rest:
-        found = LAYER.match(name)
-        layers.setdefault(found.group() if found else "", []).append(name)
+        layer = LAYER.match(name)
+        layers.setdefault(layer.group() if layer else "", []).append(name)
     groups = [
-        (names, _become(model, {one: rest[one] for one in names})) for names in layers.values()
+        (names, _become(model, {name: rest[name] for name in names})) for names in layers.values()
     ]
-    together = [item for _, made in groups for item in made.items()]
+    together = [item for _, outputs_of in groups for item in outputs_of.items()]
     if len(together) == len(outputs) and dict(together) == outputs:
         return groups
     return [(list(rest), _become(model, rest))]
 
 
 def _become(model: "PreTrainedModel", tensors: Mapping[str, torch.Tensor]) -> Outputs:
-    made = huggingface.checkpoint_tensors(model, _hollow(tensors))
-    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in made.items()}
+    checkpoint = huggingface.checkpoint_tensors(model, _hollow(tensors))
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in checkpoint.items()}
 
 
 class _Group:
@@ -250,17 +252,21 @@ class _Group:
     """
 
     def __init__(
-        self, model: "PreTrainedModel", tensors: dict[str, torch.Tensor], made: Outputs, rank: int
+        self,
+        model: "PreTrainedModel",
+        tensors: dict[str, torch.Tensor],
+        outputs: Outputs,
+        rank: int,
     ) -> None:
         self._model = model
         self._tensors = tensors
-        self._outputs = made
+        self._outputs = outputs
         self._rank = rank
         self._made: dict[str, torch.Tensor] = {}
 
     def sources(self) -> list[Source]:
         """Return one source per checkpoint tensor; they have to be taken in this order."""
-        return [self._one(name, *told) for name, told in self._outputs.items()]
+        return [self._one(name, *layout) for name, layout in self._outputs.items()]
 
     def _one(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Source:
         def gather() -> torch.Tensor:
@@ -269,14 +275,14 @@ class _Group:
         def take() -> torch.Tensor:
             return _mine(gather(), self._rank)
 
-        told = "BF16" if dtype.is_floating_point else dtype_name(dtype)
+        label = "BF16" if dtype.is_floating_point else dtype_name(dtype)
         share = _all_or_nothing(numel(shape), self._rank)
-        return Source(name, told, shape, (TensorPiece(name, shape),), share, take, gather)
+        return Source(name, label, shape, (TensorPiece(name, shape),), share, take, gather)
 
     def _give(self, name: str) -> torch.Tensor:
         """Return the tensor and drop it; empty on ranks other than the first."""
         if name == next(iter(self._outputs)):
-            whole = {one: _whole(tensor.detach()) for one, tensor in self._tensors.items()}
+            whole = {key: _whole(tensor.detach()) for key, tensor in self._tensors.items()}
             self._made = (
                 huggingface.checkpoint_tensors(self._model, whole) if not self._rank else {}
             )

@@ -151,8 +151,8 @@ class Learner:
         world = world or World.alone(torch.device(pick_device(config.device)))
         torch.manual_seed(seed)
         terms = {
-            name: (one.temperature, LossConfig.model_validate_json(one.loss))
-            for name, one in own.items()
+            name: (terms_of.temperature, LossConfig.model_validate_json(terms_of.loss))
+            for name, terms_of in own.items()
         }
         # report a missing custom loss before anything is loaded
         for loss in (config.loss, *(loss for _, loss in terms.values())):
@@ -416,14 +416,14 @@ class Learner:
         self, row: MicroBatch, inputs: TokenInputs, losses: Sequence[LossConfig], packed: Packed
     ) -> tuple[torch.Tensor, LossSums]:
         """Compute the loss of a row, each token's by its environment, divided by the step's tokens."""
-        found, sums = inputs.logprobs.new_zeros(()), LossSums()
+        loss_sum, sums = inputs.logprobs.new_zeros(()), LossSums()
         for number, part in self._by_loss(row, inputs):
             if not losses[number].needs_reference:
                 part = replace(part, reference=None)
             loss, figures = policy_loss(losses[number], part, packed.tokens, packed.echo_tokens)
-            found = found + loss
+            loss_sum = loss_sum + loss
             sums.add(figures)
-        return found, sums
+        return loss_sum, sums
 
     def _by_loss(self, row: MicroBatch, inputs: TokenInputs) -> list[tuple[int, TokenInputs]]:
         """Split the tokens of a row by the index of their loss."""
@@ -524,7 +524,7 @@ def _attach(
 
 
 def _cost(model: TrainedModel) -> Cost:
-    parameters = sum(one.numel() for one in model.causal.parameters())
+    parameters = sum(parameter.numel() for parameter in model.causal.parameters())
     return cost_of(model.causal.config.get_text_config(), parameters)
 
 
@@ -540,8 +540,8 @@ def _support_fault(sample: Sample, vocabulary: int) -> str:
     """Return why the supports do not fit a sample, of whose limits nothing is known; empty if they do."""
     if not sample.support:
         return ""
-    drawn = list(compress(sample.token_ids[1:], sample.mask[1:]))
-    return support_fault(sample.support, drawn, vocabulary, 0, 0.0)
+    sampled = list(compress(sample.token_ids[1:], sample.mask[1:]))
+    return support_fault(sample.support, sampled, vocabulary, 0, 0.0)
 
 
 def _can_be_logprobs(values: Sequence[float]) -> bool:

@@ -55,7 +55,9 @@ def cut(tensors: Tensors, ranks: RankChannel, *, own: Tensors | None = None) -> 
     on every rank. No tensor may have 0 dimensions. No copies. Not collective: the writer of each slice follows
     from the layout, so no plan goes over the wire.
     """
-    mine = {name: one for name, one in tensors.items() if _is_writer(one, ranks)} | dict(own or {})
+    mine = {name: tensor for name, tensor in tensors.items() if _is_writer(tensor, ranks)} | dict(
+        own or {}
+    )
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(mine, is_coordinator=True)
     slices: list[ShardSlice] = []
@@ -76,12 +78,12 @@ def write(slices: Sequence[ShardSlice], directory: Path, rank: int) -> None:
     """
     files: list[list[ShardSlice]] = []
     room = 0
-    for one in slices:
+    for piece in slices:
         if room <= 0:
             files.append([])
             room = FILE_BYTES
-        files[-1].append(one)
-        room -= one.data.numel() * one.data.element_size()
+        files[-1].append(piece)
+        room -= piece.data.numel() * piece.data.element_size()
     for number, file in enumerate(files):
         _write_file(directory / f"shard-{rank:05}-{number:05}.safetensors", file)
 
@@ -91,16 +93,20 @@ def stored(directory: Path) -> Stored:
 
     Raises OSError, SafetensorError.
     """
-    found = _metadata(directory).state_dict_metadata
-    return {name: one for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
+    stored_tensors = _metadata(directory).state_dict_metadata
+    return {
+        name: tensor
+        for name, tensor in stored_tensors.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    }
 
 
-def is_whole(one: TensorStorageMetadata) -> bool:
+def is_whole(tensor: TensorStorageMetadata) -> bool:
     """Return whether the slices cover the tensor.
 
     Slices do not overlap, so counting elements is enough.
     """
-    return sum(math.prod(chunk.sizes) for chunk in one.chunks) == math.prod(one.size)
+    return sum(math.prod(chunk.sizes) for chunk in tensor.chunks) == math.prod(tensor.size)
 
 
 def fill(tensors: Tensors, directory: Path) -> None:
@@ -126,9 +132,11 @@ def _write_file(path: Path, slices: Sequence[ShardSlice]) -> None:
 
     Its own writer would hold the data in memory twice, and the GIL.
     """
-    offsets = {one.name: {"saved_offsets": list(one.offsets)} for one in slices}
-    said = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    save_file({one.name: one.data.cpu().contiguous() for one in slices}, path, metadata=said)
+    offsets = {piece.name: {"saved_offsets": list(piece.offsets)} for piece in slices}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    save_file(
+        {piece.name: piece.data.cpu().contiguous() for piece in slices}, path, metadata=metadata
+    )
 
 
 def _is_writer(tensor: torch.Tensor, ranks: RankChannel) -> bool:
@@ -159,12 +167,16 @@ class HostRoom:
     def copy(self, slices: list[ShardSlice]) -> list[ShardSlice]:
         """Return copies of `slices`, complete when this returns."""
         copies: list[ShardSlice] = []
-        for one in slices:
-            held = self._held.get(one.name)
-            if held is None or held.shape != one.data.shape or held.dtype != one.data.dtype:
-                held = self._held[one.name] = self._room(one.data)
-            held.copy_(one.data, non_blocking=True)
-            copies.append(ShardSlice(one.name, one.offsets, held))
+        for piece in slices:
+            buffer = self._held.get(piece.name)
+            if (
+                buffer is None
+                or buffer.shape != piece.data.shape
+                or buffer.dtype != piece.data.dtype
+            ):
+                buffer = self._held[piece.name] = self._room(piece.data)
+            buffer.copy_(piece.data, non_blocking=True)
+            copies.append(ShardSlice(piece.name, piece.offsets, buffer))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
@@ -311,18 +323,18 @@ def _read(
     try:
         header = _read_header(directory)
         _check(directory, header, parameters)
-        found = stored(directory)
-        _check_whole(directory, header, found)
+        tensors = stored(directory)
+        _check_whole(directory, header, tensors)
         weights = {name: torch.empty_like(tensor) for name, tensor in parameters.items()}
         moments = {
-            key.removeprefix(OPTIMIZER): _moment(key, header, found, parameters, moments_on)
+            key.removeprefix(OPTIMIZER): _moment(key, header, tensors, parameters, moments_on)
             for key in header.tensors
             if key.startswith(OPTIMIZER)
         }
         rng = {
-            device: torch.empty(found[key].size, dtype=torch.uint8)
+            device: torch.empty(tensors[key].size, dtype=torch.uint8)
             for device in header.rng
-            if (key := f"{RNG}{ranks.rank}.{device}") in found
+            if (key := f"{RNG}{ranks.rank}.{device}") in tensors
         }
         saved = SavedLearner(header.step, weights, moments, rng)
         own = {f"{RNG}{ranks.rank}.{device}": state for device, state in rng.items()}
@@ -359,11 +371,11 @@ def _check(directory: Path, header: _Header, parameters: Tensors) -> None:
         raise StorageError(f"{directory} is of another model: resume with its own config")
 
 
-def _check_whole(directory: Path, header: _Header, found: Stored) -> None:
+def _check_whole(directory: Path, header: _Header, tensors: Stored) -> None:
     """Check that every slice of every tensor is there. Raises StorageError."""
     for name, shape in header.tensors.items():
-        one = found.get(name)
-        if one is None or tuple(one.size) != (shape or (1,)) or not is_whole(one):
+        tensor = tensors.get(name)
+        if tensor is None or tuple(tensor.size) != (shape or (1,)) or not is_whole(tensor):
             raise StorageError(
                 f"{directory} lacks a part of {name}: resume from an earlier checkpoint"
             )
@@ -376,13 +388,13 @@ def _parameter_of(key: str) -> str:
 def _moment(
     key: str,
     header: _Header,
-    found: Stored,
+    tensors: Stored,
     parameters: Tensors,
     device: torch.device | str | None,
 ) -> torch.Tensor:
     """Allocate one moment: sharded like its parameter if it has its shape, else a step counter."""
     parameter = parameters[_parameter_of(key)]
-    dtype = found[key].properties.dtype
+    dtype = tensors[key].properties.dtype
     if header.tensors[key] == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, device=device or parameter.device)
     return torch.empty(header.tensors[key], dtype=dtype, device=parameter.device)

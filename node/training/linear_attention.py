@@ -39,7 +39,7 @@ def reset_between_sequences(causal: nn.Module, device: torch.device, dtype: torc
 
     `device` and `dtype` are where and in what the model will compute.
     """
-    modules = [getattr(one, LAYER) for one in causal.modules() if hasattr(one, LAYER)]
+    modules = [getattr(module, LAYER) for module in causal.modules() if hasattr(module, LAYER)]
     packed = False
     if modules and find_spec("fla") is not None:
         suits = device.type == "cuda" and dtype in HALF

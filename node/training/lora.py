@@ -52,7 +52,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in] to [..., out], in the dtype of `input`."""
-        down, up = (one.weight.to(input.dtype) for one in (self.lora_A, self.lora_B))
+        down, up = (adapter.weight.to(input.dtype) for adapter in (self.lora_A, self.lora_B))
         return super().forward(input) + F.linear(F.linear(input, down), up) * self._scale
 
 
@@ -139,23 +139,31 @@ def _read_base(model_dir: Path) -> State:
 def _targets(model: "PreTrainedModel", config: LoraConfig) -> dict[str, nn.Linear]:
     """Return the layers that get adapters, by name."""
     wanted = set(config.target_modules)
-    stacked = [name.rpartition(".")[2] for name, one in model.named_parameters() if one.ndim > 2]
-    if fused := {one for name in stacked for one in FUSED.get(name, {name})} & wanted:
+    stacked = [
+        name.rpartition(".")[2]
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 2
+    ]
+    if fused := {target for name in stacked for target in FUSED.get(name, {name})} & wanted:
         raise EngineError(
             f"the weights of all experts are one tensor each ({', '.join(sorted(set(stacked)))}), which cannot "
             f"have adapters: take {', '.join(sorted(fused))} out of training.lora.target_modules"
         )
-    linear = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
-    found = {name: one for name, one in linear.items() if name.rpartition(".")[2] in wanted}
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    targets = {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in wanted}
     head = model.get_output_embeddings()
-    if any(one is head for one in found.values()):
+    if any(layer is head for layer in targets.values()):
         raise EngineError(
             "the head cannot have adapters: take it out of training.lora.target_modules"
         )
-    if lost := wanted - {name.rpartition(".")[2] for name in found}:
-        known = sorted({name.rpartition(".")[2] for name, one in linear.items() if one is not head})
+    if lost := wanted - {name.rpartition(".")[2] for name in targets}:
+        known = sorted(
+            {name.rpartition(".")[2] for name, layer in linear.items() if layer is not head}
+        )
         raise EngineError(
             f"the model has no linear layers {', '.join(sorted(lost))}, but {', '.join(known)}: correct "
             "training.lora.target_modules"
         )
-    return found
+    return targets

@@ -74,24 +74,28 @@ class LossSums:
     def finite(self, device: torch.device) -> Tensor:
         """Return whether all sums are finite, bool [] on `device`, for which the host does not wait."""
         read = all(map(math.isfinite, self.sums.values()))
-        found = torch.full((), read, dtype=torch.bool, device=device)
+        finite = torch.full((), read, dtype=torch.bool, device=device)
         for numbers, names in self.unread:
             sums, counts = numbers[: 2 * len(names)].view(2, -1)
-            found = found & (sums.isfinite() | (counts == 0)).all()
-        return found
+            finite = finite & (sums.isfinite() | (counts == 0)).all()
+        return finite
 
     def read(self) -> Self:
         """Transfer all sums to the host, which waits for the device."""
         unread, self.unread = self.unread, []
         for numbers, names in unread:
-            found, n = numbers.tolist(), len(names)
+            figures, n = numbers.tolist(), len(names)
             counts = {
-                name: count for name, count in zip(names, found[n : 2 * n], strict=True) if count
+                name: count for name, count in zip(names, figures[n : 2 * n], strict=True) if count
             }
             sums = {
-                name: value for name, value in zip(names, found[:n], strict=True) if name in counts
+                name: value
+                for name, value in zip(names, figures[:n], strict=True)
+                if name in counts
             }
-            self.add(LossSums(sums, counts, dict(zip(_peaks(names), found[2 * n :], strict=True))))
+            self.add(
+                LossSums(sums, counts, dict(zip(_peaks(names), figures[2 * n :], strict=True)))
+            )
         return self
 
     def add(self, other: "LossSums") -> None:
@@ -110,7 +114,7 @@ class LossSums:
         part in both collectives. Use float64: counts exceed the integers that float32 represents exactly.
         """
         self.read()
-        mine = [held.get(name, 0.0) for held in (self.sums, self.counts) for name in FIGURES]
+        mine = [column.get(name, 0.0) for column in (self.sums, self.counts) for name in FIGURES]
         added = total(mine)
         highest = largest([self.peaks.get(name, 0.0) for name in PEAKS])
         counts = _seen(FIGURES, added[len(FIGURES) :])
@@ -175,12 +179,14 @@ class TokenInputs:
 
     def of(self, where: Tensor) -> "TokenInputs":
         """Return the tokens `where`, bool [N], of all three kinds."""
-        echo, given = (None if one is None else one[where] for one in (self.echo, self.given))
+        echo, given = (
+            None if column is None else column[where] for column in (self.echo, self.given)
+        )
         return replace(self._only(where), echo=echo, given=given)
 
     def drawn(self) -> "TokenInputs":
         """Return the tokens that the model sampled: the input of losses."""
-        others = [one for one in (self.echo, self.given) if one is not None]
+        others = [flags for flags in (self.echo, self.given) if flags is not None]
         return self._only(~torch.stack(others).any(0)) if others else self
 
     def observed(self) -> "TokenInputs":
@@ -352,12 +358,12 @@ def bound_by_second_moment(
     low, high = 0.0, MAX_LOG_RATIO**2 * 2
     for _ in range(HALVINGS):
         bound = (low + high) / 2
-        kept = squares <= bound
-        moment, count = total([float(squares[kept].sum()), float(kept.sum())])
+        inside_bound = squares <= bound
+        moment, count = total([float(squares[inside_bound].sum()), float(inside_bound.sum())])
         low, high = (bound, high) if moment <= config.m2_threshold * count else (low, bound)
-    kept = squares <= low
-    edges = [float(squares[kept].max()) if bool(kept.any()) else 0.0]
-    edges.append(-float(squares[~kept].min()) if not bool(kept.all()) else -high)
+    inside_bound = squares <= low
+    edges = [float(squares[inside_bound].max()) if bool(inside_bound.any()) else 0.0]
+    edges.append(-float(squares[~inside_bound].min()) if not bool(inside_bound.all()) else -high)
     inside, outside = largest(edges)
     log_ratio = math.sqrt((inside - outside) / 2)
     bounds = {"rejection_low": math.exp(-log_ratio), "rejection_high": math.exp(log_ratio)}
@@ -504,12 +510,12 @@ def _find(path: str) -> Callable[..., Any]:
             f"training.loss.custom = {path!r} does not import ({error}): install the package, or name "
             "its folder in PYTHONPATH of this node and of its ranks"
         ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
+    function = getattr(module, attribute, None)
+    if function is None:
         raise UsageError(f"training.loss.custom = {path!r}: {name} has no {attribute!r}; define it")
-    if not callable(found):
+    if not callable(function):
         raise UsageError(f"training.loss.custom = {path!r} is not a function: name one")
-    return found
+    return function
 
 
 def _fault(result: object, inputs: TokenInputs) -> str | None:
@@ -520,8 +526,8 @@ def _fault(result: object, inputs: TokenInputs) -> str | None:
     for name in ("values", "masked_low", "masked_high"):
         tensor = getattr(result, name)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape:
-            found = list(getattr(tensor, "shape", ())) or type(tensor).__name__
-            return f"returned {name} of {found}: one number per token is wanted, {list(shape)}"
+            shown = list(getattr(tensor, "shape", ())) or type(tensor).__name__
+            return f"returned {name} of {shown}: one number per token is wanted, {list(shape)}"
     if result.masked_low.dtype != torch.bool or result.masked_high.dtype != torch.bool:
         return (
             "returned masks that are not torch.bool: use comparisons or TokenLoss.unmasked(values)"
@@ -552,10 +558,10 @@ def formula(config: LossConfig) -> Formula:
 
     Raises UsageError if a custom loss cannot be loaded: call it once before the first step.
     """
-    found = _by_name(config)
+    loss = _named_loss(config)
 
     def with_the_rest(inputs: TokenInputs) -> TokenLoss:
-        token_loss = found(inputs)
+        token_loss = loss(inputs)
         if config.ref_kl_tau:
             term = config.ref_kl_tau * reference_term(config, inputs)
             token_loss = replace(token_loss, values=token_loss.values + term)
@@ -571,7 +577,7 @@ def formula(config: LossConfig) -> Formula:
     return with_the_rest
 
 
-def _by_name(config: LossConfig) -> Formula:
+def _named_loss(config: LossConfig) -> Formula:
     match config.type:
         case "dppo_kl":
             named = dppo_kl
@@ -607,8 +613,8 @@ def policy_loss(
     bounds; UsageError for a custom loss (load_custom).
     """
     _check(inputs)
-    drawn = inputs.drawn()
-    _check_count(drawn, tokens)
+    sampled = inputs.drawn()
+    _check_count(sampled, tokens)
     if config.needs_reference and inputs.reference is None:
         raise ValueError(
             f"loss {config.type!r} with ref_kl_tau {config.ref_kl_tau:g} compares with a reference policy: "
@@ -616,7 +622,7 @@ def policy_loss(
         )
     if config.rejection == "second_moment":
         raise ValueError("its bounds are those of a whole step: ask bound_by_second_moment() first")
-    loss, sums = _share(formula(config), drawn, tokens, sampled=True)
+    loss, sums = _share(formula(config), sampled, tokens, sampled=True)
     if inputs.echo is not None:
         observed, more = echo(config, inputs, echo_tokens)
         loss = loss + observed
@@ -648,10 +654,10 @@ def _check(inputs: TokenInputs) -> None:
     shape = inputs.logprobs.shape
     columns = [inputs.behaviour, inputs.advantages, inputs.entropy, inputs.sequences]
     optional = (inputs.reference, inputs.echo, inputs.given)
-    columns += [one for one in optional if one is not None]
+    columns += [column for column in optional if column is not None]
     if len(shape) != 1 or any(column.shape != shape for column in columns):
-        found = [list(column.shape) for column in (inputs.logprobs, *columns)]
-        raise ValueError(f"columns must be flat and of one length, one entry per token: {found}")
+        shapes = [list(column.shape) for column in (inputs.logprobs, *columns)]
+        raise ValueError(f"columns must be flat and of one length, one entry per token: {shapes}")
 
 
 def _check_count(inputs: TokenInputs, tokens: int) -> None:

@@ -129,10 +129,10 @@ class StepMeter:
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - self._began
         rate = sum(lengths) / max(seconds, 1e-9)
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for (_, since), (name, end) in pairwise(self._marks):
-            found[f"time/{name}"] = found.get(f"time/{name}", 0.0) + since.until(end)
-        found |= {
+            figures[f"time/{name}"] = figures.get(f"time/{name}", 0.0) + since.until(end)
+        figures |= {
             "time/step": seconds,
             "perf/throughput": rate,
             "perf/throughput_per_gpu": rate / self._ranks,
@@ -141,6 +141,6 @@ class StepMeter:
             peak = peak_flops(torch.cuda.get_device_name(self._device))
             if peak:
                 used = self._cost.flops(lengths) / max(seconds, 1e-9)
-                found["perf/mfu"] = 100 * used / self._ranks / peak
-            found["perf/peak_memory"] = torch.cuda.max_memory_allocated(self._device) / GIB
-        return found
+                figures["perf/mfu"] = 100 * used / self._ranks / peak
+            figures["perf/peak_memory"] = torch.cuda.max_memory_allocated(self._device) / GIB
+        return figures

@@ -119,8 +119,8 @@ class _HeadLogprobs(torch.autograd.Function):
         for part in _chunks(len(hidden), chunk):
             logits = hidden[part] @ weight.T
             own = scale[part] if isinstance(scale, Tensor) else scale
-            left = None if support is None else support[part]
-            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], own, cap, left)
+            ids = None if support is None else support[part]
+            logprobs[part], entropy[part], log_z[part] = read(logits, targets[part], own, cap, ids)
             del logits  # before the next ones are computed
         ctx.save_for_backward(hidden, weight, targets, log_z, support)
         ctx.scale, ctx.chunk, ctx.cap = scale, chunk, cap
@@ -138,14 +138,14 @@ class _HeadLogprobs(torch.autograd.Function):
         for part in _chunks(len(hidden), ctx.chunk):
             logits = hidden[part] @ weight.T
             scale = ctx.scale[part] if isinstance(ctx.scale, Tensor) else ctx.scale
-            left = None if support is None else support[part]
-            of_logits = pull(logits, targets[part], log_z[part], grad[part], scale, ctx.cap, left)
+            ids = None if support is None else support[part]
+            of_logits = pull(logits, targets[part], log_z[part], grad[part], scale, ctx.cap, ids)
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
                 _add_product(of_weight, of_logits.T, hidden[part])
             del logits, of_logits  # before the next ones are computed
-        found = None if of_weight is None else of_weight.to(weight.dtype)
-        return of_hidden, found, None, None, None, None, None
+        of_head = None if of_weight is None else of_weight.to(weight.dtype)
+        return of_hidden, of_head, None, None, None, None, None
 
 
 def _read(
@@ -160,8 +160,8 @@ def _read(
     entropy = total.log() - (weights * below).sum(-1) / total
     log_z = most + total.log()
     if support is not None:
-        left = scaled.gather(-1, support.clamp_min(0)).masked_fill(support < 0, -torch.inf)
-        log_z = left.logsumexp(-1).where(support[:, 0] >= 0, log_z)
+        inside = scaled.gather(-1, support.clamp_min(0)).masked_fill(support < 0, -torch.inf)
+        log_z = inside.logsumexp(-1).where(support[:, 0] >= 0, log_z)
     return _chosen(logits, targets, cap) * scale - log_z, entropy, log_z
 
 
@@ -180,18 +180,18 @@ def _pull(
     """
     capped = _capped(logits.float(), cap)
     factor = (grad * scale)[:, None]
-    found = -(capped * _column(scale) - log_z[:, None]).exp() * factor
+    gradient = -(capped * _column(scale) - log_z[:, None]).exp() * factor
     chosen = _chosen(logits, targets, cap)[:, None]
     own = (1 - (chosen * _column(scale) - log_z[:, None]).exp()) * factor
     if cap:
-        found = found * (1 - (capped / cap) ** 2)
+        gradient = gradient * (1 - (capped / cap) ** 2)
         own = own * (1 - (chosen / cap) ** 2)
     if support is not None:
         ids, is_stated = support.clamp_min(0), support[:, :1] >= 0
-        inside = found.gather(-1, ids).masked_fill((support < 0) | ~is_stated, 0.0)
-        found = found.masked_fill(is_stated, 0.0).scatter_add_(-1, ids, inside)
+        inside = gradient.gather(-1, ids).masked_fill((support < 0) | ~is_stated, 0.0)
+        gradient = gradient.masked_fill(is_stated, 0.0).scatter_add_(-1, ids, inside)
     # the targets are written afterwards: to compare every column with them takes twice as long
-    return found.to(logits.dtype).scatter_(-1, targets[:, None], own.to(logits.dtype))
+    return gradient.to(logits.dtype).scatter_(-1, targets[:, None], own.to(logits.dtype))
 
 
 def _chosen(logits: Tensor, targets: Tensor, cap: float) -> Tensor:
@@ -207,12 +207,12 @@ def _capped(logits: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
     """Add the matrix product to `total`, fp32; on a GPU it is not rounded to bf16 before."""
     if total.is_cuda:
-        torch.addmm(total, one, other, out_dtype=torch.float32, out=total)  # pyright: ignore
+        torch.addmm(total, first, second, out_dtype=torch.float32, out=total)  # pyright: ignore
     else:
-        total += one @ other
+        total += first @ second
 
 
 @cache
@@ -229,9 +229,9 @@ def compiled_by_rows(kernel: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(kernel)
 
     def call(*arguments: Any) -> Any:
-        for one in arguments:
-            if isinstance(one, Tensor):
-                torch._dynamo.maybe_mark_dynamic(one, 0)  # pyright: ignore
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                torch._dynamo.maybe_mark_dynamic(argument, 0)  # pyright: ignore
         return compiled(*arguments)
 
     return call
@@ -347,8 +347,10 @@ class TrainedModel(nn.Module):
         if given is not None:
             scale = torch.where(given, 1.0, scale)
         scale = scale * self._divisor
-        left = None if support is None else support.long()
-        return head_logprobs(hidden[rows], weight, targets, scale, self._chunk, self._cap, left)
+        ids_of_support = None if support is None else support.long()
+        return head_logprobs(
+            hidden[rows], weight, targets, scale, self._chunk, self._cap, ids_of_support
+        )
 
     def read(self, row: MicroBatch, temperature: float | Sequence[float]) -> TokenInputs:
         """Return the trained tokens of this rank's part of a row; gradient flows through `logprobs`.
@@ -360,11 +362,12 @@ class TrainedModel(nn.Module):
         own = row.part(world.context_rank, world.context_size)
         arrays = (own.token_ids, own.positions, own.rows, own.targets, own.sequences)
         ids, positions, rows, targets, sequences = (
-            upload_array(one, world.device) for one in arrays
+            upload_array(array, world.device) for array in arrays
         )
         self.replay.set(own, world.device)
         given, echo = (
-            upload_array(one, world.device) if one.any() else None for one in (own.given, own.echo)
+            upload_array(flags, world.device) if flags.any() else None
+            for flags in (own.given, own.echo)
         )
         support = None if own.support is None else upload_array(own.support, world.device)
         logprobs, entropy = self(
@@ -372,7 +375,7 @@ class TrainedModel(nn.Module):
         )
         # those that only the loss needs are uploaded while the device computes
         behaviour, advantages = (
-            upload_array(one, world.device) for one in (own.logprobs, own.advantages)
+            upload_array(array, world.device) for array in (own.logprobs, own.advantages)
         )
         return TokenInputs(
             logprobs, behaviour, advantages, entropy, sequences, echo=echo, given=given

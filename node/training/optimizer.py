@@ -63,23 +63,27 @@ class Optimizer:
 
         Raises UsageError for Muon over sharded parameters: it needs whole matrices.
         """
-        self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self.parameters = {
+            name: parameter for name, parameter in parameters.items() if parameter.requires_grad
+        }
         self._max_norm = config.max_norm
         # plain tensors: operations on sharded ones are dispatched one by one while the device waits
-        self._locals = {name: _local(one) for name, one in self.parameters.items()}
-        on_gpu = any(one.is_cuda for one in self._locals.values())
+        self._locals = {name: _local(parameter) for name, parameter in self.parameters.items()}
+        on_gpu = any(tensor.is_cuda for tensor in self._locals.values())
         self._offload = config.optimizer_offload and on_gpu
         """Whether moments are in the host's memory between steps."""
         decay = config.weight_decay if weight_decay is None else weight_decay
         muon = config.optimizer == "muon" and betas is None
-        hidden = {name for name, one in self._locals.items() if muon and _is_hidden(name, one)}
-        if hidden and any(isinstance(one, DTensor) for one in self.parameters.values()):
+        hidden = {
+            name for name, tensor in self._locals.items() if muon and _is_hidden(name, tensor)
+        }
+        if hidden and any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
             raise UsageError(
                 'training.optimizer = "muon" needs whole matrices, and these are sharded over ranks: set '
                 'training.fsdp.ranks to 1, or optimizer to "adamw"'
             )
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        rest = [one for name, one in self._locals.items() if name not in hidden]
+        rest = [tensor for name, tensor in self._locals.items() if name not in hidden]
         if rest:
             self._optimizers["adamw"] = torch.optim.AdamW(
                 rest,
@@ -90,7 +94,7 @@ class Optimizer:
             )
         if hidden:
             self._optimizers["muon"] = torch.optim.Muon(
-                [one for name, one in self._locals.items() if name in hidden],
+                [tensor for name, tensor in self._locals.items() if name in hidden],
                 lr=config.lr,
                 momentum=config.muon_momentum,
                 weight_decay=decay,
@@ -106,7 +110,7 @@ class Optimizer:
         A fused step() scales it, which saves reading it once more. The host does not wait for the norm.
         """
         self._take_gradients()
-        grads = [one.grad for one in self._locals.values() if one.grad is not None]
+        grads = [tensor.grad for tensor in self._locals.values() if tensor.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         group = self._shards()
         if group is not None:
@@ -151,7 +155,7 @@ class Optimizer:
 
     def is_finite(self) -> bool:
         """Return whether this rank's parameters are finite, and stay so in bf16. Waits for the device."""
-        own = [one.detach() for one in self._locals.values() if one.numel()]
+        own = [tensor.detach() for tensor in self._locals.values() if tensor.numel()]
         if not own:
             return True
         largest = torch.nn.utils.get_total_norm(own, math.inf)  # NaN if one is
@@ -202,9 +206,9 @@ class Optimizer:
 
     def _shards(self) -> dist.ProcessGroup | None:
         """Return the ranks with the other shards of the parameters; None if unsharded."""
-        for one in self.parameters.values():
-            if isinstance(one, DTensor):
-                mesh = one.device_mesh
+        for parameter in self.parameters.values():
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
                 return mesh.get_group(mesh.ndim - 1) if mesh.size(mesh.ndim - 1) > 1 else None
         return None
 

@@ -106,26 +106,26 @@ class Packed:
     def rank(self, rank: int, *, hinted: bool = False) -> Iterator[MicroBatch]:
         """Yield a rank's rows; `hinted`: the teacher's rows, with the same trained tokens."""
         for row in self.dealt[rank]:
-            yield _row([_hinted(one) for one in row] if hinted else row, self.multiple)
+            yield _row([_hinted(sample) for sample in row] if hinted else row, self.multiple)
 
     @cached_property
     def tokens(self) -> int:
-        """Trained tokens of the model in the step, over all ranks: the divisor of losses."""
-        return sum(_drawn(one) for one in self._samples if not one.given)
+        """Count the trained tokens of the model in the step, over all ranks: the divisor of losses."""
+        return sum(_drawn(sample) for sample in self._samples if not sample.given)
 
     @cached_property
     def echo_tokens(self) -> int:
-        """Trained tokens of the environment in the step, over all ranks."""
-        return sum(_trained(one) - _drawn(one) for one in self._samples)
+        """Count the trained tokens of the environment in the step, over all ranks."""
+        return sum(_trained(sample) - _drawn(sample) for sample in self._samples)
 
     @cached_property
     def given_tokens(self) -> int:
-        """Trained tokens of demonstrations in the step, over all ranks."""
-        return sum(_drawn(one) for one in self._samples if one.given)
+        """Count the trained tokens of demonstrations in the step, over all ranks."""
+        return sum(_drawn(sample) for sample in self._samples if sample.given)
 
     @property
     def _samples(self) -> list[Sample]:
-        return [one for rows in self.dealt for row in rows for one in row]
+        return [sample for rows in self.dealt for row in rows for sample in row]
 
     @property
     def lengths(self) -> list[int]:
@@ -163,7 +163,7 @@ def _first_fit(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
     free: list[int] = []
     for sample in samples:
         length = _size(sample)
-        place = next((index for index, left in enumerate(free) if left >= length), len(rows))
+        place = next((index for index, unused in enumerate(free) if unused >= length), len(rows))
         if place == len(rows):
             rows.append([])
             free.append(room)
@@ -190,7 +190,7 @@ def _spread(samples: Sequence[Sample], room: int, count: int) -> list[list[Sampl
 
 def _cost(row: Sequence[Sample]) -> float:
     """Return the cost of linear layers and attention, in tokens of a very short sequence."""
-    return sum(_size(one) * (1 + _size(one) / EVEN) for one in row)
+    return sum(_size(sample) * (1 + _size(sample) / EVEN) for sample in row)
 
 
 def _size(sample: Sample) -> int:
@@ -217,48 +217,59 @@ def _row(samples: Sequence[Sample], multiple: int) -> MicroBatch:
     lengths = _lengths(samples, multiple)
     padding = sum(lengths[len(samples) :])
     starts = np.cumsum([0, *lengths[:-1]])
-    own = [_flags(one.mask) for one in samples]
-    drawn = [np.flatnonzero(_targets(sample)) for sample in samples]  # positions that predict
+    own = [_flags(sample.mask) for sample in samples]
+    predicting = [np.flatnonzero(_targets(sample)) for sample in samples]  # positions that predict
     tokens = [np.array(sample.token_ids, dtype=np.int64) for sample in samples]
     led = [
-        np.flatnonzero(mask[1:]) if one.routes else NOWHERE
-        for one, mask in zip(samples, own, strict=True)
+        np.flatnonzero(mask[1:]) if sample.routes else NOWHERE
+        for sample, mask in zip(samples, own, strict=True)
     ]
-    routes = [np.frombuffer(one.routes, np.uint8) for one in samples if one.routes]
+    routes = [np.frombuffer(sample.routes, np.uint8) for sample in samples if sample.routes]
     routed = _joined([at + start for at, start in zip(led, starts, strict=False)], np.int64)
     return MicroBatch(
         token_ids=_joined([*tokens, np.full(padding, PADDING_ID, np.int64)], np.int64),
         positions=np.concatenate([np.arange(length) for length in lengths]),
         lengths=lengths,
-        rows=_joined([at + start for at, start in zip(drawn, starts, strict=False)], np.int64),
-        targets=_joined([ids[at + 1] for ids, at in zip(tokens, drawn, strict=True)], np.int64),
+        rows=_joined([at + start for at, start in zip(predicting, starts, strict=False)], np.int64),
+        targets=_joined(
+            [ids[at + 1] for ids, at in zip(tokens, predicting, strict=True)], np.int64
+        ),
         logprobs=_joined(
             [
-                np.fromiter(one.logprobs, np.float32, len(one.logprobs))[at + 1]
-                for one, at in zip(samples, drawn, strict=True)
+                np.fromiter(sample.logprobs, np.float32, len(sample.logprobs))[at + 1]
+                for sample, at in zip(samples, predicting, strict=True)
             ],
             np.float32,
         ),
         reference=_joined(
             [
-                np.array(one.reference)[at + 1] if one.reference else np.zeros(len(at))
-                for one, at in zip(samples, drawn, strict=True)
+                np.array(sample.reference)[at + 1] if sample.reference else np.zeros(len(at))
+                for sample, at in zip(samples, predicting, strict=True)
             ],
             np.float32,
         ),
         advantages=_joined(
-            [np.full(len(at), one.advantage) for one, at in zip(samples, drawn, strict=True)],
+            [
+                np.full(len(at), sample.advantage)
+                for sample, at in zip(samples, predicting, strict=True)
+            ],
             np.float32,
         ),
-        sequences=_joined([np.full(len(at), index) for index, at in enumerate(drawn)], np.int64),
-        environments=[one.environment for one in samples],
-        echo=~_joined([mask[at + 1] for mask, at in zip(own, drawn, strict=True)], np.bool_),
+        sequences=_joined(
+            [np.full(len(at), index) for index, at in enumerate(predicting)], np.int64
+        ),
+        environments=[sample.environment for sample in samples],
+        echo=~_joined([mask[at + 1] for mask, at in zip(own, predicting, strict=True)], np.bool_),
         given=_joined(
-            [np.full(len(at), one.given) for one, at in zip(samples, drawn, strict=True)], np.bool_
+            [
+                np.full(len(at), sample.given)
+                for sample, at in zip(samples, predicting, strict=True)
+            ],
+            np.bool_,
         ),
         routed=routed,
         routes=_joined(routes, np.uint8).reshape(len(routed), -1 if len(routed) else 0),
-        support=_supports(samples, drawn),
+        support=_supports(samples, predicting),
     )
 
 
@@ -267,14 +278,19 @@ def _supports(
 ) -> NDArray[np.int32] | None:
     """Return the supports of the tokens after the positions `predicting` of each sample."""
     stated = unpack_supports(
-        [(one.support, list(compress(one.token_ids[1:], one.mask[1:]))) for one in samples], -1
+        [
+            (sample.support, list(compress(sample.token_ids[1:], sample.mask[1:])))
+            for sample in samples
+        ],
+        -1,
     )
     if stated is None:
         return None
     masks = _joined(
-        [_flags(one.mask)[at + 1] for one, at in zip(samples, predicting, strict=True)], np.bool_
+        [_flags(sample.mask)[at + 1] for sample, at in zip(samples, predicting, strict=True)],
+        np.bool_,
     )
-    width = next(one for one in WIDTHS if one >= stated.shape[1])
+    width = next(width for width in WIDTHS if width >= stated.shape[1])
     rows = np.full((len(masks), width), -1, np.int32)
     rows[masks, : stated.shape[1]] = stated
     return rows

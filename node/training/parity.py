@@ -86,8 +86,8 @@ def fault(config: Mapping[str, Any], longest: int) -> str:
     if not keys:
         return ""
     try:
-        found = max(differences(config, keys))
-        if found <= NATS:
+        largest = max(differences(config, keys))
+        if largest <= NATS:
             return ""
         without = {key: {k: v for k, v in config.items() if k != key} for key in keys}
         guilty = [key for key, other in without.items() if difference(other) <= NATS] or keys
@@ -95,7 +95,7 @@ def fault(config: Mapping[str, Any], longest: int) -> str:
         return f"a small model of its config.json cannot be computed: {error}"
     return (
         f"its config.json sets {', '.join(map(repr, guilty))}, and then logprobs of training differ from "
-        f"those of transformers by {found:.2g} nats: choose another model"
+        f"those of transformers by {largest:.2g} nats: choose another model"
     )
 
 
@@ -149,7 +149,7 @@ def _difference(config: Mapping[str, Any], directory: Path) -> float:
     huggingface.create_random(directory, config, seed=0)
     with torch.no_grad():
         trained = TrainedModel.build(directory, training, World.alone(device))
-        found = trained.read(packed, 1.0).logprobs
+        logprobs = trained.read(packed, 1.0).logprobs
         trained.release()
         model: Any = huggingface.load_model(directory, device=device)
         wanted: list[torch.Tensor] = []
@@ -157,7 +157,7 @@ def _difference(config: Mapping[str, Any], directory: Path) -> float:
             ids = torch.tensor([row], device=device)
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             wanted.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-        return float((found - torch.cat(wanted)).abs().max())
+        return float((logprobs - torch.cat(wanted)).abs().max())
 
 
 def _defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,54 +173,54 @@ def small(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
     `defaults` are transformers' for sizes that config.json leaves out.
     """
     config = {**{key: defaults[key] for key in (*SIZES, *COUNTS) if defaults.get(key)}, **given}
-    found = {**config, **TOKENS, "initializer_range": 0.2}
-    found |= {key: size for key, size in SIZES.items() if config.get(key)}
+    sizes = {**config, **TOKENS, "initializer_range": 0.2}
+    sizes |= {key: size for key, size in SIZES.items() if config.get(key)}
     heads = int(config.get("num_attention_heads") or HEADS)
     pairs = int(config.get("num_key_value_heads") or heads)
-    found["num_attention_heads"] = HEADS
-    found["num_key_value_heads"] = HEADS if pairs == heads else min(pairs, HEADS // 2)
+    sizes["num_attention_heads"] = HEADS
+    sizes["num_key_value_heads"] = HEADS if pairs == heads else min(pairs, HEADS // 2)
     if keys := config.get("linear_num_key_heads"):
         grouped = config.get("linear_num_value_heads") != keys
-        found |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4 if grouped else 2}
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4 if grouped else 2}
     if config.get("n_group", 1) > 1:
-        found |= {"n_group": 2, "topk_group": 1}
+        sizes |= {"n_group": 2, "topk_group": 1}
     head = SIZES["hidden_size"] // HEADS
     if config.get("qk_rope_head_dim"):
         head = SIZES["qk_rope_head_dim"]
     elif int(config.get("head_dim") or 0) * heads > config.get("hidden_size", 0):
         head *= 2
     if config.get("head_dim"):
-        found["head_dim"] = head
-    _cut_layers(found, config.get("num_hidden_layers") or LAYERS)
+        sizes["head_dim"] = head
+    _cut_layers(sizes, config.get("num_hidden_layers") or LAYERS)
     for key in ROPES:
         if isinstance(config.get(key), dict):
-            found[key] = _small_rope(config[key], head, config)
-    return found
+            sizes[key] = _small_rope(config[key], head, config)
+    return sizes
 
 
-def _cut_layers(found: dict[str, Any], given: int) -> None:
+def _cut_layers(sizes: dict[str, Any], given: int) -> None:
     """Keep the first of `given` layers, and what config.json says of them."""
-    layers = found["num_hidden_layers"] = min(given, LAYERS)
-    for key, value in found.items():
+    layers = sizes["num_hidden_layers"] = min(given, LAYERS)
+    for key, value in sizes.items():
         if isinstance(value, list) and len(value) == given > layers:
-            found[key] = value[:layers]
+            sizes[key] = value[:layers]
     for key in ("first_k_dense_replace", "max_window_layers"):
-        if found.get(key):
-            found[key] = 1 if found[key] < given else layers
-    if found.get("mlp_only_layers"):
-        found["mlp_only_layers"] = [layer for layer in found["mlp_only_layers"] if layer < layers]
+        if sizes.get(key):
+            sizes[key] = 1 if sizes[key] < given else layers
+    if sizes.get("mlp_only_layers"):
+        sizes["mlp_only_layers"] = [layer for layer in sizes["mlp_only_layers"] if layer < layers]
 
 
 def _small_rope(rope: Mapping[str, Any], head: int, config: Mapping[str, Any]) -> dict[str, Any]:
     """Fit factors and sections of rotary positions to heads of `head` elements."""
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     half = int(head * part) // 2
-    found = dict(rope)
+    scaled = dict(rope)
     for key, value in rope.items():
         if isinstance(value, dict):  # of a kind of layer
-            found[key] = _small_rope(value, head, config)
+            scaled[key] = _small_rope(value, head, config)
         elif key == "mrope_section":
-            found[key] = [half - 2 * (half // 3), half // 3, half // 3]
+            scaled[key] = [half - 2 * (half // 3), half // 3, half // 3]
         elif isinstance(value, list):
-            found[key] = value[:half]
-    return found
+            scaled[key] = value[:half]
+    return scaled

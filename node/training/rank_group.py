@@ -92,13 +92,13 @@ class FailureAttribution:
 
     def note(self, line: str) -> None:
         """Read and log a line written by a rank or torchrun."""
-        if found := _ENDED.search(line):
-            self._words.setdefault(int(found[1]), found[2])
+        if match := _ENDED.search(line):
+            self._words.setdefault(int(match[1]), match[2])
             self.known.set()
-        if found := _EXIT.search(line):
+        if match := _EXIT.search(line):
             self.hush()
-            pid, local_rank = int(found[3]), int(found[2])
-            self.exited(self.pids.index(pid) if pid in self.pids else local_rank, int(found[1]))
+            pid, local_rank = int(match[3]), int(match[2])
+            self.exited(self.pids.index(pid) if pid in self.pids else local_rank, int(match[1]))
         logger.log(logging.DEBUG if self._hushed else logging.WARNING, "ranks: %s", line)
         if not self._hushed:
             self._tail.append(line)
@@ -116,19 +116,19 @@ class FailureAttribution:
         """Record the exit code of a rank, negative for the signal that killed it."""
         if code == EXIT_LOST:
             return
-        said = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+        reason = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         if code == -signal.SIGABRT:
-            self._aborts.setdefault(rank, said)
+            self._aborts.setdefault(rank, reason)
         else:
-            self._exits.setdefault(rank, said)
+            self._exits.setdefault(rank, reason)
         self.known.set()
 
     def text(self, what: str, size: int) -> str:
         """Return the rank at fault, the reason and advice in one line; `what` if no rank is known."""
-        for said in (self._words, self._exits, self.silent, self._aborts):
-            if said:
-                rank = min(said)
-                return f"rank {rank} of {size} failed: {said[rank]}; {ADVICE}"
+        for reasons in (self._words, self._exits, self.silent, self._aborts):
+            if reasons:
+                rank = min(reasons)
+                return f"rank {rank} of {size} failed: {reasons[rank]}; {ADVICE}"
         last = " | ".join(self._tail)
         return f"{what}{f' ({last})' if last else ''}; {ADVICE}"
 
@@ -345,12 +345,12 @@ def _meeting(rendezvous: str) -> tuple[str, str]:
 
 def stopped(pids: Sequence[int]) -> list[int]:
     """Return the indices in `pids` of processes stopped by a signal; empty without /proc."""
-    found: list[int] = []
+    indices: list[int] = []
     for place, pid in enumerate(pids):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
         if state in "Tt":
-            found.append(place)
-    return found
+            indices.append(place)
+    return indices

@@ -77,5 +77,5 @@ def ranks_alone(error: BaseException) -> RankFailed | None:
         return error
     if not isinstance(error, BaseExceptionGroup):
         return None
-    found = [ranks_alone(one) for one in error.exceptions]
-    return found[0] if None not in found else None
+    failures = [ranks_alone(nested) for nested in error.exceptions]
+    return failures[0] if None not in failures else None

@@ -118,16 +118,16 @@ class HostState:
         """State that the next one may be given as changes of; None: the next one has to be whole."""
         return self._state
 
-    def build(self, found: Iterable[TensorDiff]) -> Snapshot:
-        """Build the state described by `found`; a tensor may come in several parts.
+    def build(self, diffs: Iterable[TensorDiff]) -> Snapshot:
+        """Build the state described by `diffs`; a tensor may come in several parts.
 
         On failure no state is held any more. Raises EngineError for changes of a tensor that is not held.
         """
         base, self._state = self._state, None
         with ThreadPoolExecutor(self._threads) as pool:
             building = _Building(pool, base, self._ahead)
-            for one in found:
-                building.add(one)
+            for diff in diffs:
+                building.add(diff)
             snapshot = building.finish()
         self._state = snapshot.state
         if self._ahead is not None:
@@ -174,14 +174,14 @@ class _Ahead:
 class _Growing:
     """The next version of one tensor."""
 
-    def __init__(self, found: TensorDiff, old: Tensor | None) -> None:
+    def __init__(self, diff: TensorDiff, old: Tensor | None) -> None:
         self.old = old
-        self.data = None if old else np.empty(numel(found.shape), BITS[found.dtype])
+        self.data = None if old else np.empty(numel(diff.shape), BITS[diff.dtype])
         """The new bits; None while nothing has changed."""
         self.pieces: list[Piece] = []
         self.found: list[Positions | None] = []
         """Positions changed by each piece; None: anywhere in the tensor."""
-        self._layout = (found.dtype, found.shape)
+        self._layout = (diff.dtype, diff.shape)
 
     def tensor(self) -> Tensor:
         """Return the tensor: the old one, if nothing has changed."""
@@ -192,7 +192,7 @@ class _Growing:
 
     def positions(self) -> Positions | None:
         """Return the positions that differ from the old tensor; None: anywhere."""
-        known = [one for one in self.found if one is not None]
+        known = [positions for positions in self.found if positions is not None]
         if len(known) < len(self.found):
             return None
         return known[0] if len(known) == 1 else np.concatenate(sorted(known, key=_first))
@@ -225,37 +225,39 @@ class _Building:
         self._waiting: dict[str, _Growing] = {}
         self._bytes = 0
 
-    def add(self, found: TensorDiff) -> None:
+    def add(self, diff: TensorDiff) -> None:
         """Add one more tensor, or more pieces of one."""
-        if found.name not in self._growing:
-            self._growing[found.name] = _Growing(found, self._old(found))
-        if not found.pieces:
+        if diff.name not in self._growing:
+            self._growing[diff.name] = _Growing(diff, self._old(diff))
+        if not diff.pieces:
             return
-        growing = self._growing[found.name]
-        growing.pieces.extend(found.pieces)
-        self._waiting[found.name] = growing
-        self._bytes += sum(piece.nbytes for piece in found.pieces)
+        growing = self._growing[diff.name]
+        growing.pieces.extend(diff.pieces)
+        self._waiting[diff.name] = growing
+        self._bytes += sum(piece.nbytes for piece in diff.pieces)
         if self._bytes >= MAX_WAITING:
             self._write()
 
     def finish(self) -> Snapshot:
         """Return the state, with its changes from the base if all of it was compared with that."""
         self._write()
-        state = {name: one.tensor() for name, one in self._growing.items()}
-        compared = all(one.old is not None for one in self._growing.values())
+        state = {name: tensor.tensor() for name, tensor in self._growing.items()}
+        compared = all(tensor.old is not None for tensor in self._growing.values())
         if self._base is None or not compared or state.keys() != self._base.keys():
             return Snapshot(state)
-        changed = {name: one.positions() for name, one in self._growing.items() if one.found}
+        changed = {
+            name: tensor.positions() for name, tensor in self._growing.items() if tensor.found
+        }
         return Snapshot(state, self._base, changed)
 
-    def _old(self, found: TensorDiff) -> Tensor | None:
-        """Return the tensor that the pieces of `found` are changes of; None for a whole one."""
-        if found.whole:
+    def _old(self, diff: TensorDiff) -> Tensor | None:
+        """Return the tensor that the pieces of `diff` are changes of; None for a whole one."""
+        if diff.whole:
             return None
-        old = self._base.get(found.name) if self._base is not None else None
-        if old is None or (old.dtype, old.shape) != (found.dtype, found.shape):
+        old = self._base.get(diff.name) if self._base is not None else None
+        if old is None or (old.dtype, old.shape) != (diff.dtype, diff.shape):
             raise EngineError(
-                f"a difference from {found.name!r} came, which is not held: export everything once"
+                f"a difference from {diff.name!r} came, which is not held: export everything once"
             )
         return old
 
@@ -358,16 +360,16 @@ class StateFile:
             with contextlib.suppress(FileNotFoundError):
                 self._partial.unlink()
 
-    def add(self, found: TensorDiff) -> None:
+    def add(self, diff: TensorDiff) -> None:
         """Write the changes of one tensor. Raises StorageError."""
         pieces: list[_Piece] = []
-        for piece in found.pieces:
+        for piece in diff.pieces:
             if not isinstance(piece, HostPiece):
                 raise TypeError("only pieces in memory can be written: read the file first")
             piece.wait()
             index_at = None if piece.index is None else self._put(piece.index)
             pieces.append(_Piece(piece.start, piece.bits.size, self._put(piece.bits), index_at))
-        entry = _Entry(found.name, found.dtype, found.shape, found.whole, tuple(pieces))
+        entry = _Entry(diff.name, diff.dtype, diff.shape, diff.whole, tuple(pieces))
         self._entries.append(entry)
 
     def _put(self, array: NDArray[Any]) -> int:
@@ -378,11 +380,11 @@ class StateFile:
         return at
 
     def _write(self, data: memoryview | bytes) -> None:
-        left = memoryview(data)
+        remaining = memoryview(data)
         try:
-            while left.nbytes:
-                done = os.pwrite(self._descriptor, left, self._at)
-                left = left[done:]
+            while remaining.nbytes:
+                done = os.pwrite(self._descriptor, remaining, self._at)
+                remaining = remaining[done:]
                 self._at += done
         except OSError as error:
             raise self._failed(error) from error
@@ -442,12 +444,12 @@ class SnapshotReader:
                         f"snapshot {header.number} in {path} does not follow the last one that was "
                         "read: export everything once"
                     )
-                found = self._host.build(file.found())
+                snapshot = self._host.build(file.found())
         except EngineError:
             self._host.forget()
             raise
         self._last = (header.writer, header.number)
-        return found
+        return snapshot
 
     def state(self, path: Path) -> State:
         """Read the whole policy in `path`, without affecting snapshots. Raises EngineError."""
@@ -497,9 +499,9 @@ class _Reading:
         pieces: list[tuple[int, _FilePiece, _Entry]] = []
         for entry in self.header.tensors:
             yield TensorDiff(entry.name, entry.dtype, entry.shape, entry.whole)
-            for one in entry.pieces:
-                at = one.bits_at if one.index_at is None else min(one.index_at, one.bits_at)
-                pieces.append((at, _FilePiece(self, at, one), entry))
+            for place in entry.pieces:
+                at = place.bits_at if place.index_at is None else min(place.index_at, place.bits_at)
+                pieces.append((at, _FilePiece(self, at, place), entry))
         pieces.sort(key=lambda piece: piece[0])
         self._left = [at for at, _, _ in pieces]
         for _, piece, entry in reversed(pieces):
@@ -507,12 +509,12 @@ class _Reading:
 
     def read_into(self, out: NDArray[Any], at: int) -> None:
         """Fill `out` from offset `at`. Raises EngineError."""
-        left = out.data.cast("B")
-        while left.nbytes:
-            done = os.preadv(self._descriptor, [left], at)
+        remaining = out.data.cast("B")
+        while remaining.nbytes:
+            done = os.preadv(self._descriptor, [remaining], at)
             if not done:
                 raise self._fault("it has lost its end")
-            left = left[done:]
+            remaining = remaining[done:]
             at += done
 
     def done(self, at: int) -> None:
@@ -558,8 +560,8 @@ class _Reading:
         spans = sorted(
             span
             for entry in self.header.tensors
-            for one in entry.pieces
-            for span in _spans(entry, one)
+            for piece in entry.pieces
+            for span in _spans(entry, piece)
         )
         at = ALIGN
         for start, end in spans:
@@ -574,7 +576,11 @@ class _Reading:
     def _check(self, entry: _Entry) -> None:
         """Check that pieces lie in their tensor, and that those of a whole tensor cover it."""
         count = numel(entry.shape)
-        dense = [(one.start, one.start + one.count) for one in entry.pieces if one.index_at is None]
+        dense = [
+            (piece.start, piece.start + piece.count)
+            for piece in entry.pieces
+            if piece.index_at is None
+        ]
         if any(start < 0 or end > count for start, end in dense):
             raise self.fault(entry.name)
         if entry.whole and (
@@ -586,10 +592,10 @@ class _Reading:
 
 def _spans(entry: _Entry, piece: _Piece) -> list[tuple[int, int]]:
     """Return the byte ranges of a piece in the file."""
-    found = [(piece.bits_at, piece.bits_at + piece.count * BITS[entry.dtype].itemsize)]
+    spans = [(piece.bits_at, piece.bits_at + piece.count * BITS[entry.dtype].itemsize)]
     if piece.index_at is not None:
-        found.append((piece.index_at, piece.index_at + piece.count * 4))
-    return found
+        spans.append((piece.index_at, piece.index_at + piece.count * 4))
+    return spans
 
 
 @dataclass(frozen=True)
@@ -604,16 +610,16 @@ class _FilePiece:
 
     def write(self, data: NDArray[Any]) -> Positions | None:
         """Read the elements into the whole tensor's bits; return their positions, if few."""
-        told = self.told
-        if told.index_at is None:
-            self.file.read_into(data[told.start : told.start + told.count], told.bits_at)
+        piece = self.told
+        if piece.index_at is None:
+            self.file.read_into(data[piece.start : piece.start + piece.count], piece.bits_at)
             self.file.done(self.at)
             return None
-        index, bits = np.empty(told.count, np.int32), np.empty(told.count, data.dtype)
-        self.file.read_into(index, told.index_at)
-        self.file.read_into(bits, told.bits_at)
+        index, bits = np.empty(piece.count, np.int32), np.empty(piece.count, data.dtype)
+        self.file.read_into(index, piece.index_at)
+        self.file.read_into(bits, piece.bits_at)
         self.file.done(self.at)
-        first, last = told.start + int(index[0]), told.start + int(index[-1])
+        first, last = piece.start + int(index[0]), piece.start + int(index[-1])
         if first < 0 or last >= data.size or not (index[1:] > index[:-1]).all():
             raise self.file.fault("one of its tensors")
-        return HostPiece(told.start, index, bits).write(data)
+        return HostPiece(piece.start, index, bits).write(data)

@@ -157,8 +157,8 @@ class RankChannel:
         if not dist.is_initialized():
             return cls(timeout_s=timeout_s)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        made = cast(dist.ProcessGroup, group)  # every rank is in it
-        return cls(dist.get_rank(), dist.get_world_size(), made, timeout_s)
+        members = cast(dist.ProcessGroup, group)  # every rank is in it
+        return cls(dist.get_rank(), dist.get_world_size(), members, timeout_s)
 
     def broadcast(self, data: bytes | None, limit: int) -> bytes:
         """Send the bytes of rank 0, `limit` at most, to every rank; the others pass None."""
@@ -188,8 +188,8 @@ class RankChannel:
         try:
             dist.monitored_barrier(self.group, timeout=limit, wait_all_ranks=True)
         except RuntimeError as error:
-            found = _MISSING.search(str(error))
-            ranks = [int(one) for one in found[1].split(",")] if found else []
+            match = _MISSING.search(str(error))
+            ranks = [int(rank) for rank in match[1].split(",")] if match else []
             raise RanksMissing(ranks, one_line(error)) from error
 
     def together(self, work: Callable[[], T]) -> T:
@@ -214,8 +214,10 @@ class RankChannel:
         framed = len(message).to_bytes(2, "big") + message
         mine[: len(framed)] = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         for rank, row in enumerate(self._gather(mine)):
-            said = row.numpy().tobytes()
-            if text := said[2 : 2 + int.from_bytes(said[:2], "big")].decode(errors="replace"):
+            received = row.numpy().tobytes()
+            if text := received[2 : 2 + int.from_bytes(received[:2], "big")].decode(
+                errors="replace"
+            ):
                 raise StorageError(text if rank == self.rank else f"rank {rank}: {text}")
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:

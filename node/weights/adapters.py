@@ -63,7 +63,7 @@ def adapter_shapes(
 
     Raises EngineError where the contract names layers that the base does not have.
     """
-    found: dict[str, tuple[int, int]] = {}
+    adapter: dict[str, tuple[int, int]] = {}
     unknown = set(contract.target_modules)
     for name in sorted(shapes):
         module = name.removesuffix(WEIGHT)
@@ -77,14 +77,14 @@ def adapter_shapes(
             )
         unknown.discard(target)
         rows, columns = shapes[name]
-        found[PREFIX + module + A] = (contract.rank, columns)
-        found[PREFIX + module + B] = (rows, contract.rank)
+        adapter[PREFIX + module + A] = (contract.rank, columns)
+        adapter[PREFIX + module + B] = (rows, contract.rank)
     if unknown:
         raise EngineError(
             f"the model has no layers {', '.join(sorted(unknown))}: correct "
             "training.lora.target_modules"
         )
-    return found
+    return adapter
 
 
 def merge(
@@ -136,7 +136,7 @@ def check_adapters(base: Mapping[str, TensorLayout], adapters: State, contract: 
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """bf16(fp32(W) + fp32(scale x B A)), all three bf16: W [out, in], A [rank, in], B [out, rank].
+    """Compute bf16(fp32(W) + fp32(scale x B A)), all three bf16: W [out, in], A [rank, in], B [out, rank].
 
     Products of two bf16 numbers are exact in float64, and so is their sum unless they are 2^27 apart: the order
     in which a library adds them makes no difference (it may, to one element in 10^13). Not finite stays so.
@@ -145,12 +145,12 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         return weight
     rows, columns = weight.shape
     right = widen(a.data).reshape(a.shape).astype(np.float64)
-    left = widen(b.data).reshape(b.shape).astype(np.float64)
+    factor = widen(b.data).reshape(b.shape).astype(np.float64)
     out = np.empty_like(weight.data)
     step = max(1, BLOCK // max(1, columns))
     with np.errstate(all="ignore"):  # overflows become infinite, as in any engine
         for row in range(0, rows, step):
-            product = left[row : row + step] @ right
+            product = factor[row : row + step] @ right
             product *= scale
             total = product.astype(np.float32).reshape(-1)
             part = slice(row * columns, row * columns + total.size)
@@ -162,10 +162,10 @@ def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def changes(old: State, new: State, *, threads: int = 1) -> Changed:
     """Find where `new` differs from `old`, a state of the same layout, by comparing bits."""
     names = [name for name in new if new[name] is not old[name]]
-    found = ordered(_changed, ((old[name], new[name]) for name in names), threads)
+    positions_of_each = ordered(_changed, ((old[name], new[name]) for name in names), threads)
     return {
         name: positions
-        for name, positions in zip(names, found, strict=True)
+        for name, positions in zip(names, positions_of_each, strict=True)
         if positions is None or positions.size
     }
 
@@ -178,14 +178,14 @@ def _changed(old: Tensor, new: Tensor) -> NDArray[np.int64] | None:
 
 
 def widen(bits: NDArray[Any]) -> NDArray[np.float32]:
-    """The float32 values of bf16 bits."""
+    """Convert bf16 bits to float32 values."""
     wide = bits.astype("<u4")
     wide <<= 16
     return wide.view("<f4")
 
 
 def narrow(values: NDArray[np.float32]) -> NDArray[Any]:
-    """bf16 bits of float32 values, to nearest, ties to even; NaN stays one."""
+    """Round float32 values to bf16 bits, to nearest, ties to even; NaN stays NaN."""
     bits = values.view("<u4")
     odd = (bits >> 16) & 1
     odd += bits

@@ -279,15 +279,15 @@ def _find_few(base: Bits, new: Bits, dtype: str) -> Changes | None:
         return None
     words = where(flags)
     old, now = before.take(words).view(base.dtype), after.take(words).view(new.dtype)
-    found = np.flatnonzero(old != now)
-    index = words.take(found // lanes)
+    positions = np.flatnonzero(old != now)
+    index = words.take(positions // lanes)
     index *= lanes
-    index += found % lanes
-    return Changes(index, measure(old.take(found), now.take(found), dtype))
+    index += positions % lanes
+    return Changes(index, measure(old.take(positions), now.take(positions), dtype))
 
 
 def where(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Positions of the ones; where they are rare, in half the time of np.flatnonzero().
+    """Return the positions of the ones; where they are rare, in half the time of np.flatnonzero().
 
     That is slow below RARE_ONES. In the bytes that have a one at least one bit in eight is set, so among
     these it is fast.
@@ -309,7 +309,7 @@ def apply(base: Bits, changes: Changes, dtype: str, out: Bits) -> None:
 
 
 def measure(base: Bits, new: Bits, dtype: str) -> Bits:
-    """Moves from `base` to `new`, zig-zag: differences 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
+    """Compute the moves from `base` to `new`, zig-zag: differences 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
     out = np.empty_like(new)
     for at in range(0, new.size, PIECE):
         part = slice(at, at + PIECE)
@@ -329,7 +329,7 @@ def move(base: Bits, moves: Bits, dtype: str) -> Bits:
 
 
 def _unzigzag(moves: Bits) -> Bits:
-    """The wrapped differences, as unsigned integers."""
+    """Return the wrapped differences, as unsigned integers."""
     sign = moves & 1
     np.negative(sign, out=sign)
     sign ^= moves >> 1
@@ -337,7 +337,7 @@ def _unzigzag(moves: Bits) -> Bits:
 
 
 def _order(bits: Bits, dtype: str) -> Bits:
-    """Bits as signed integers that compare like the floats they hold, a new array; its own inverse.
+    """Map bits to signed integers that compare like the floats they hold, in a new array; its own inverse.
 
     A negative float has sign-magnitude bits, so all but the sign are flipped. Integers stay.
     """
@@ -415,7 +415,7 @@ def read_positions(reader: StreamReader, size: int) -> Positions:
 
 
 def _shift(count: int, size: int) -> int:
-    """The Rice parameter for `count` of `size` elements; 0: a bitmap, which Huffman coding makes shorter.
+    """Return the Rice parameter for `count` of `size` elements; 0: a bitmap, shorter after Huffman coding.
 
     The next parameter is better once q^(2^k) > 0.618, where q is the share that did not change: that is
     size / count > 2.08 x 2^k + 0.5, in whole numbers.
@@ -435,19 +435,19 @@ def write_moves(writer: StreamWriter, moves: Bits) -> None:
     """Append moves; none is 0."""
     negative = moves & 1
     writer.bits(negative != 0)
-    left = (moves >> 1) + negative
-    index = where(left > 1)
+    remaining = (moves >> 1) + negative
+    index = where(remaining > 1)
     write_positions(writer, index, moves.size)
     if not index.size:
         return
-    left = left[index]
+    remaining = remaining[index]
     low: list[Flags] = []
     more: list[Flags] = []
-    while left.size:
-        low.append(left & 1 != 0)
-        left >>= 1
-        more.append(left > 1)
-        left = left[where(more[-1])]
+    while remaining.size:
+        low.append(remaining & 1 != 0)
+        remaining >>= 1
+        more.append(remaining > 1)
+        remaining = remaining[where(more[-1])]
     flags = np.concatenate(more)
     writer.number(flags.size)
     writer.bits(flags)
@@ -498,7 +498,7 @@ def _read_magnitudes(reader: StreamReader, count: int, dtype: np.dtype[Any]) -> 
 
 
 def max_body(numel: int, width: int) -> int:
-    """The most bytes that any method makes of a block; a decoder refuses more."""
+    """Return the most bytes that any method makes of a block; a decoder refuses more."""
     return 3 * numel * width + 64
 
 
@@ -516,11 +516,11 @@ def encode_block(
     """
     if base is None:
         return RAW, _encode_raw(new)
-    found = find(base, new, dtype, hint)
-    if isinstance(found, Changes):
-        method, body = encode_changes(found, new.size, turn)
+    difference = find(base, new, dtype, hint)
+    if isinstance(difference, Changes):
+        method, body = encode_changes(difference, new.size, turn)
     else:
-        method, body = DENSE, encode_dense(found)
+        method, body = DENSE, encode_dense(difference)
     if is_large(body, new):
         raw = _encode_raw(new)
         if len(raw) < len(body):
@@ -557,7 +557,7 @@ def encode_dense(moves: Bits) -> bytes:
 
 
 def is_large(body: bytes, bits: Bits) -> bool:
-    """Whether raw may be shorter: moves fill their width, or the bits have little entropy."""
+    """Return whether raw may be shorter: moves fill their width, or the bits have little entropy."""
     return len(body) * 2 > bits.nbytes
 
 

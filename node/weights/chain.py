@@ -15,7 +15,7 @@ NOTHING = -1
 Step = tuple[int, Artifact]
 """A version, and the artifact that reaches it."""
 Needs = Callable[[PolicyManifest, Artifact], Sequence[ChunkRef]]
-"""Selects the chunks of an artifact that have to be fetched for the manifest's version."""
+"""Select the chunks of an artifact that have to be fetched for the manifest's version."""
 _Route = tuple[int, int, tuple[Step, ...]]
 """Bytes to fetch, steps, and the steps themselves; compares by the first two."""
 
@@ -32,10 +32,10 @@ class VersionChain:
         self._manifests: dict[int, PolicyManifest] = {}
 
     def add(self, manifest: PolicyManifest) -> None:
-        """Learn of a version; the caller has checked its signature.
+        """Add a version; the caller has checked its signature.
 
-        Raises WeightsError if the version is known with another state: rewind() first, if the
-        trainer's head says that it went back.
+        Raises WeightsError if the version is known with another state: call rewind() first, if the trainer's
+        head says that it went back.
         """
         known = self._manifests.get(manifest.version)
         if known is not None and known.state != manifest.state:
@@ -47,7 +47,7 @@ class VersionChain:
         self._manifests = {v: m for v, m in self._manifests.items() if v < version}
 
     def get(self, version: int) -> PolicyManifest | None:
-        """The manifest of `version`, if known."""
+        """Return the manifest of `version`; None if it is not known."""
         return self._manifests.get(version)
 
     @property
@@ -66,12 +66,12 @@ class VersionChain:
     ) -> list[Step]:
         """Plan the steps to `target_version` that fetch the fewest bytes, then the fewest steps.
 
-        They start from the held state (`have_version` NOTHING: none is) or from a snapshot. Empty if the
-        target is held. Only chunks in `needs` of an artifact cost anything, and none with a digest in
-        `stored`. Raises NoPath, and the errors of `needs`.
+        They start from the present state (`have_version` NOTHING: there is none) or from a snapshot. Empty if
+        the target is already here. Only chunks in `needs` of an artifact cost anything, and none with a digest
+        in `stored`. Raises NoPath, and the errors of `needs`.
         """
-        held = None if have_version == NOTHING else (have_version, have_state)
-        route = self._cheapest(held, target_version, self._manifests.keys(), stored, needs)
+        start = None if have_version == NOTHING else (have_version, have_state)
+        route = self._cheapest(start, target_version, self._manifests.keys(), stored, needs)
         if route is None:
             raise NoPath(
                 f"nothing known leads from version {have_version} to {target_version}: "
@@ -79,34 +79,37 @@ class VersionChain:
             )
         return list(route)
 
-    def gap(self, held: int, below: int) -> int | None:
-        """Return the newest known version before `below`, or `held`, whose successor is not known.
+    def gap(self, base: int, below: int) -> int | None:
+        """Return the newest known version before `below`, or `base`, whose successor is not known.
 
-        None if there is none: then no manifest is missing on the way from the held version.
+        None if there is no such version: then no manifest is missing on the way from `base`.
         """
-        known = {held, *self._manifests} - {NOTHING}
+        known = {base, *self._manifests} - {NOTHING}
         return max((v for v in known if v < below and v + 1 not in self._manifests), default=None)
 
     def live(self, keep: int) -> list[Step]:
         """List the artifacts that must stay so that each of the `keep` newest versions can be reached.
 
-        For each of them the chain from the newest snapshot at or before it, for nodes that hold
-        nothing, and its own artifacts, for nodes that follow; thus deltas stay even where the
-        snapshot before them is not known.
+        These are, for each version, the chain from the newest snapshot at or before it, for nodes that hold
+        nothing, and its own artifacts, for nodes that follow: so deltas stay even where the snapshot before
+        them is not known.
         """
         if keep < 1:
             raise ValueError("keep at least the newest version")
-        kept = sorted(self._manifests)[-keep:]
+        newest = sorted(self._manifests)[-keep:]
         steps: dict[tuple[int, int], Step] = {}
-        for version in kept:
+        for version in newest:
             chain = self._from_newest_snapshot(version)
             own = [(a.reaches(version), a) for a in self._manifests[version].artifacts]
-            for reached, artifact in [*chain, *(one for one in own if one[0] in self._manifests)]:
+            for reached, artifact in [
+                *chain,
+                *(step for step in own if step[0] in self._manifests),
+            ]:
                 steps[reached, artifact.base_version] = (reached, artifact)
         return [steps[key] for key in sorted(steps)]
 
     def live_chunks(self, keep: int) -> set[bytes]:
-        """Digests of the chunks of live(); all others may be collected."""
+        """Return the digests of the chunks of live(); all others may be collected."""
         return {chunk.digest for _, artifact in self.live(keep) for chunk in artifact.chunks}
 
     def forget(self, keep: int) -> int:
@@ -116,7 +119,7 @@ class VersionChain:
         return min(live)
 
     def needs_snapshot(self, version: int, interval: int, *, outweigh: float = 1.0) -> bool:
-        """Whether a snapshot of `version`, the newest, is due.
+        """Return whether a snapshot of `version`, the newest, is due.
 
         True if no snapshot leads to it, if the newest one is `interval` versions old, or if the deltas since
         then together exceed `outweigh` times its size, so that a late joiner fetches less with a new one.
@@ -129,11 +132,11 @@ class VersionChain:
         return version - newest >= interval or deltas > outweigh * snapshot.size
 
     def is_reachable(self, version: int) -> bool:
-        """Whether a node that holds nothing can reach `version`."""
+        """Return whether a node that holds nothing can reach `version`."""
         return bool(self._from_newest_snapshot(version))
 
     def _from_newest_snapshot(self, version: int) -> list[Step]:
-        """The cheapest chain to `version` from the newest snapshot that has one; empty if none."""
+        """Return the cheapest chain to `version` from the newest snapshot that has one; empty if none."""
         for start, artifacts in sorted(self._artifacts().items(), reverse=True):
             if start <= version and any(artifact.kind == "anchor" for artifact in artifacts):
                 route = self._cheapest(None, version, {start}, frozenset())
@@ -142,28 +145,28 @@ class VersionChain:
         return []
 
     def _artifacts(self) -> dict[int, list[Artifact]]:
-        """The artifacts that make each known version; later manifests may have snapshots of it."""
-        found: dict[int, list[Artifact]] = {version: [] for version in self._manifests}
+        """Return the artifacts that make each known version; later manifests may have snapshots of it."""
+        artifacts: dict[int, list[Artifact]] = {version: [] for version in self._manifests}
         for version, manifest in self._manifests.items():
             for artifact in manifest.artifacts:
-                made = artifact.reaches(version)
-                if made == version or (made < version and artifact.kind == "anchor"):
-                    found.get(made, []).append(artifact)
-        return found
+                reached = artifact.reaches(version)
+                if reached == version or (reached < version and artifact.kind == "anchor"):
+                    artifacts.get(reached, []).append(artifact)
+        return artifacts
 
     def _cheapest(
         self,
-        held: tuple[int, bytes] | None,
+        start: tuple[int, bytes] | None,
         target: int,
         snapshots: Collection[int],
         stored: AbstractSet[bytes],
         needs: Needs = all_chunks,
     ) -> tuple[Step, ...] | None:
-        """Shortest path from (version, state) `held` or from a snapshot at a version in `snapshots`.
+        """Find the shortest path from (version, state) `start` or from a snapshot at a version in `snapshots`.
 
         Deltas only go up, so one pass in version order settles every version.
         """
-        routes: dict[tuple[int, bytes], _Route] = {} if held is None else {held: (0, 0, ())}
+        routes: dict[tuple[int, bytes], _Route] = {} if start is None else {start: (0, 0, ())}
         artifacts = self._artifacts()
         for version in sorted(v for v in self._manifests if v <= target):
             manifest = self._manifests[version]
@@ -178,8 +181,8 @@ class VersionChain:
             if ways:
                 routes[here] = min(ways, key=lambda way: way[:2])
         known = self._manifests.get(target)
-        found = routes.get((target, known.state)) if known else None
-        return found[2] if found else None
+        route = routes.get((target, known.state)) if known else None
+        return route[2] if route else None
 
 
 def _before(
@@ -188,7 +191,7 @@ def _before(
     routes: dict[tuple[int, bytes], _Route],
     allowed: bool,
 ) -> _Route | None:
-    """The route to where `artifact` may be applied, or None."""
+    """Return the route to where `artifact` may be applied, or None."""
     if artifact.kind == "anchor":
         return (0, 0, ()) if allowed else None
     if artifact.base_version >= version:

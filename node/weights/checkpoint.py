@@ -63,7 +63,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(path: Path) -> State:
-    """Every tensor of a safetensors file, bits as stored. Raises StorageError."""
+    """Read every tensor of a safetensors file, bits as stored. Raises StorageError."""
     with _opened(path) as file:
         _, entries = _header(path, file)
         return {name: _tensor(path, file, name, entry) for name, entry in entries}
@@ -79,11 +79,11 @@ def read_flat(path: Path, into: NDArray[np.uint8]) -> dict[str, tuple[str, tuple
         size = entries[-1][1].data_offsets[1] if entries else 0
         if file.readinto(into[:size].data) != size:
             raise _corrupt(path, "it ends inside a tensor")
-    return {name: (one.dtype, one.shape, slice(*one.data_offsets)) for name, one in entries}
+    return {name: (entry.dtype, entry.shape, slice(*entry.data_offsets)) for name, entry in entries}
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file, without reading its tensors. Raises StorageError."""
+    """Read the metadata of a safetensors file, without its tensors. Raises StorageError."""
     with _opened(path) as file:
         return _header(path, file)[0]
 
@@ -103,7 +103,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _header(path: Path, file: BinaryIO) -> tuple[dict[str, str], list[tuple[str, _Entry]]]:
-    """Metadata, and the tensors in the order of their bytes; leaves `file` where these begin."""
+    """Read the metadata, and the tensors in the order of their bytes; leaves `file` where these begin."""
     size = path.stat().st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):

@@ -46,19 +46,17 @@ CODEC = "planes/3"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""
 
 HUGE_PAGE = 1 << 21
-"""Bytes. A tensor that begins on its edge has a hundredth of the page faults, which take longer than
-decoding a few changes; the memory before it is never touched and takes none."""
+"""Alignment in bytes of large tensors, a huge page: with it writing a tensor causes a hundredth of the page
+faults, which take longer than decoding a few changes. The memory before it is never touched and takes none."""
 
 MANY_CHANGED = 8
 """A tensor with more than one changed element in this many counts as changed everywhere."""
 
 LARGE = 4 * HUGE_PAGE
-"""Bytes from which the memory of a tensor that is gone is kept for the next version.
-
-New pages are zeroed first, which takes a quarter of the time of an update.
-"""
+"""Bytes from which the memory of a discarded tensor is kept for the next version: new pages are zeroed first,
+which takes a quarter of the time of an update."""
 _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
-"""Memory of tensors that are gone, by its size; a node holds as much as of two versions at once."""
+"""Memory of discarded tensors, by size; a node holds at most that of two versions at a time."""
 
 NONE = np.empty(0, np.int64)
 """No positions."""
@@ -185,22 +183,22 @@ def _decode_jobs(
     would wait for each other's interpreter lock.
     """
     for name, dtype, shape in layout:
-        held = None if base is None else base[name]
+        old = None if base is None else base[name]
         blocks = [(part, *reader.block(part, dtype)) for part in blocks_of(shape)]
-        if held is not None and all(method == SKIP for _, method, _ in blocks):
-            state[name] = held
+        if old is not None and all(method == SKIP for _, method, _ in blocks):
+            state[name] = old
             continue
         few: list[Changes] = []
         others: list[Coded] = []
         for part, method, body in blocks:
-            if held is not None and method == SPARSE and len(body) < FEW_CHANGES:
+            if old is not None and method == SPARSE and len(body) < FEW_CHANGES:
                 with _of_tensor(name):
                     changes = decode_changes(body, part.stop - part.start, BITS[dtype])
                 few.append(Changes(changes.index + part.start, changes.moves))
             else:
                 others.append((part, method, body))
         state[name] = Tensor(dtype, shape, _allocate(name, dtype, shape))
-        yield name, others, few, held, state[name], done
+        yield name, others, few, old, state[name], done
 
 
 def _decode_tensor(
@@ -215,26 +213,26 @@ def _decode_tensor(
 
     Returns the tensor's name and changed positions, None for many of them.
     """
-    found: list[Positions | None] = []
+    written: list[Positions | None] = []
     if base is not None and (few or any(method == SKIP for _, method, _ in blocks)):
         np.copyto(out.data, base.data)
     if base is not None and few:
-        index = np.concatenate([one.index for one in few])
-        moves = np.concatenate([one.moves for one in few])
+        index = np.concatenate([changes.index for changes in few])
+        moves = np.concatenate([changes.moves for changes in few])
         out.data[index] = move(base.data[index], moves, out.dtype)
-        found.append(index)
+        written.append(index)
     for part, method, body in blocks:
         if base is not None and method == SKIP:
             continue
         old = None if base is None else base.data[part]
         with _of_tensor(name):
             positions = decode_block(method, body, old, out.data[part], out.dtype)
-        found.append(None if positions is None else positions + part.start)
+        written.append(None if positions is None else positions + part.start)
     if done is not None:
         done(name, out)
-    known = [one for one in found if one is not None]
-    count = sum(one.size for one in known)
-    if len(known) < len(found) or count * MANY_CHANGED > out.data.size:
+    known = [positions for positions in written if positions is not None]
+    count = sum(positions.size for positions in known)
+    if len(known) < len(written) or count * MANY_CHANGED > out.data.size:
         return name, None
     return name, known[0] if len(known) == 1 else np.sort(np.concatenate([NONE, *known]))
 

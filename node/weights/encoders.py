@@ -134,7 +134,7 @@ def code_all(blocks: Sequence[tuple[int, int]], index: NDArray[Any], moves: Bits
 
 
 def _read(source: BufferedIOBase, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """The next `count` values. Raises EOFError."""
+    """Read the next `count` values. Raises EOFError."""
     values = np.empty(count, dtype)
     view = memoryview(values.view(np.uint8).data)
     while view.nbytes:
@@ -213,9 +213,9 @@ class Encoders:
         known = sum(hint.size for hint in changed.values() if hint is not None)
         if to_compare >= WORTH_IT or to_compare + known < WORTH_IT:
             return encode_delta(base, new, threads=min(THREADS, self._count), changed=changed)
-        found = {name: np.flatnonzero(base[name].data != new[name].data) for name in unknown}
+        compared = {name: np.flatnonzero(base[name].data != new[name].data) for name in unknown}
         self.start()
-        return self._encode(base, new, {**changed, **found})
+        return self._encode(base, new, {**changed, **compared})
 
     def _encode(self, base: State, new: State, changed: Changed) -> Iterator[bytes]:
         layout = layout_of(new)
@@ -231,7 +231,7 @@ class Encoders:
                 yield framed(method, body)
 
     def _code(self, work: Work) -> list[Coded]:
-        """The coded blocks of one group: by a process, if anything changed."""
+        """Code the blocks of one group, in a process if anything changed."""
         base, new, dtype, parts, positions = work
         edges = [parts[0].start, *(part.stop for part in parts)]
         low, high = np.searchsorted(positions, (edges[0], edges[-1]))

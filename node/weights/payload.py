@@ -33,7 +33,7 @@ MIN_CHUNK = 128 * KIB
 CHUNK_SHARE = 64
 """A chunk is about a 64th of the bytes before it."""
 MAX_REMEMBERED = 256
-"""Artifacts whose chunks NeededChunks remembers."""
+"""Most artifacts whose chunks NeededChunks remembers."""
 
 _HEADER = struct.Struct("<4sB16s")
 HEADER_BYTES = _HEADER.size
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def layout_of(state: State) -> list[Layout]:
-    """The layout of a state, by name."""
+    """Return the layout of a state, by name."""
     return [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(state.items())]
 
 
@@ -100,7 +100,7 @@ def ordered(
 
 
 class PayloadReader:
-    """Reads header and blocks from chunks of any size, without copying where one chunk has it all."""
+    """Read header and blocks from chunks of any size, without copying if one chunk has all of a block."""
 
     def __init__(self, payload: Payload) -> None:
         whole = isinstance(payload, bytes | bytearray | memoryview)
@@ -140,7 +140,7 @@ class PayloadReader:
         return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
     def _refill(self) -> bool:
-        """Go on to the next chunk with bytes; False at the end."""
+        """Move to the next chunk with bytes; False at the end."""
         for chunk in self._chunks:
             if len(chunk):
                 self._chunk = memoryview(chunk)
@@ -152,7 +152,7 @@ class PayloadReader:
 
 
 class Offsets:
-    """Records where each tensor begins in a payload while it is encoded, block by block."""
+    """Record where each tensor begins in a payload while it is encoded, block by block."""
 
     def __init__(self, layout: Sequence[Layout]) -> None:
         """`layout` of the state, by name."""
@@ -201,20 +201,20 @@ def cut(payload: Iterator[bytes], largest: int) -> Iterator[bytes]:
     """
     if not 0 < largest <= MAX_CHUNK:
         raise ValueError(f"chunk size {largest} is not in 1..{MAX_CHUNK}")
-    held = bytearray()
+    buffer = bytearray()
     total = 0
     for part in payload:
-        held += part
-        while len(held) >= (size := _chunk_size(total, largest)):
-            yield bytes(held[:size])
-            del held[:size]
+        buffer += part
+        while len(buffer) >= (size := _chunk_size(total, largest)):
+            yield bytes(buffer[:size])
+            del buffer[:size]
             total += size
-    if held:
-        yield bytes(held)
+    if buffer:
+        yield bytes(buffer)
 
 
 def _chunk_size(total: int, largest: int) -> int:
-    """Bytes of the chunk after `total` bytes."""
+    """Return the bytes of the chunk after `total` bytes."""
     return min(largest, max(MIN_CHUNK, total // CHUNK_SHARE))
 
 
@@ -222,25 +222,25 @@ def _chunk_size(total: int, largest: int) -> int:
 
 
 def everything(names: Collection[str]) -> AbstractSet[str]:
-    """The share of a node that holds all tensors."""
+    """Return the share of a node that holds all tensors."""
     return frozenset(names)
 
 
 def wanted_of(tensors: Sequence[TensorInfo], share: TensorShare) -> AbstractSet[str]:
-    """Names of the manifest's tensors that `share` wants."""
+    """Return the names of the manifest's tensors that `share` wants."""
     names = [info.name for info in tensors]
     return share(names) & frozenset(names)
 
 
 class NeededChunks:
-    """Remembers chunks_for() of one share, which planning asks for again and again."""
+    """Remember chunks_for() of one share, which planning asks for again and again."""
 
     def __init__(self, share: TensorShare) -> None:
         self._share = share
         self._known = RecentDict[tuple[bytes, Artifact], tuple[ChunkRef, ...]](MAX_REMEMBERED)
 
     def __call__(self, manifest: PolicyManifest, artifact: Artifact) -> tuple[ChunkRef, ...]:
-        """The chunks needed of an artifact that reaches `manifest`. Raises CodecError."""
+        """Return the chunks needed of an artifact that reaches `manifest`. Raises CodecError."""
         if not artifact.offsets or self._share is everything:
             return artifact.chunks
         key = (manifest.state, artifact)
@@ -278,7 +278,7 @@ def part_of(
         yield from chunks
         return
     kind = FULL if artifact.kind == "anchor" else DELTA
-    yield header(kind, [one for one in layout if one[0] in wanted])
+    yield header(kind, [tensor for tensor in layout if tensor[0] in wanted])
     if artifact.offsets:
         yield from _cut_out(artifact, _spans(artifact, layout, wanted), chunks)
     else:
@@ -292,19 +292,19 @@ def _all(tensors: Sequence[TensorInfo], wanted: AbstractSet[str]) -> bool:
 def _spans(
     artifact: Artifact, layout: Sequence[Layout], wanted: AbstractSet[str]
 ) -> list[tuple[int, int]]:
-    """Byte ranges of the wanted tensors in the payload; adjacent ones joined, none empty."""
-    found: list[tuple[int, int]] = []
+    """Return the byte ranges of the wanted tensors in the payload; adjacent ones joined, none empty."""
+    spans: list[tuple[int, int]] = []
     for (name, _, _), (start, end) in zip(layout, _regions(artifact, len(layout)), strict=True):
         if name not in wanted or start == end:
             continue
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, end))
-    return found
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, end))
+    return spans
 
 
 def _touched(artifact: Artifact, spans: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Numbers of the chunks with a byte in one of `spans`."""
+    """Return the numbers of the chunks with a byte in one of `spans`."""
     rest = iter(spans)
     span = next(rest, None)
     ends = accumulate(chunk.size for chunk in artifact.chunks)

@@ -1,7 +1,7 @@
 """The policy that this node holds, or its share of it, kept equal to the trainer's bit for bit.
 
 A state becomes the held one only after every tensor in it was hashed and equals the digest in the signed
-manifest; until commit() nothing that is held changes.
+manifest; until commit() nothing changes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,11 +31,11 @@ class Policy:
 
     version: int
     state: State
-    """Only the tensors of the share that is held."""
+    """Only the tensors of the node's share."""
     digests: Mapping[str, bytes]
     digest: bytes
-    """Digest of all tensors of the version, held or not: the manifest's digests of those that are not held
-    complete it."""
+    """Digest of all tensors of the version: the manifest's digests stand for those that are not in the share.
+    """
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ EMPTY = Policy(NOTHING, {}, {}, NO_DIGEST)
 """The policy of a node before its first snapshot."""
 
 
-def prove(version: int, state: State, *, held: Policy = EMPTY, threads: int = 1) -> Policy:
+def prove(version: int, state: State, *, known: Policy = EMPTY, threads: int = 1) -> Policy:
     """Hash `state`, for the trainer, which made it, or to compare with a manifest's base state.
 
-    Tensors that are the very objects of `held` are not hashed again.
+    Tensors that are the same objects as in `known` are not hashed again.
     """
-    hashes = _digests(state, held, {}, threads)
+    hashes = _digests(state, known, {}, threads)
     return Policy(version, state, hashes, state_digest(hashes))
 
 
 class WeightReplica:
-    """Holds one policy; prepare() the next beside it, commit() to swap."""
+    """Hold one policy; prepare() the next beside it, commit() to swap."""
 
     def __init__(
         self, policy: Policy = EMPTY, *, threads: int = 1, share: TensorShare = everything
@@ -74,28 +74,28 @@ class WeightReplica:
 
     @property
     def policy(self) -> Policy:
-        """The policy that is held."""
+        """The policy held now."""
         return self._policy
 
     def prepare(
         self, manifest: PolicyManifest, artifact: Artifact, payload: bytes | Iterable[bytes]
     ) -> PreparedPolicy:
-        """Decode `payload` into a copy and prove it. Nothing that is held changes.
+        """Decode `payload` into a copy and prove it; the held policy does not change.
 
-        Of a share `payload` is the chunks that chunks_for() names. Blocks for as long as decoding and
-        hashing take. Raises CodecError, WrongBase or DigestMismatch.
+        For a share, `payload` is the chunks that chunks_for() names. Blocks for as long as decoding and hashing
+        take. Raises CodecError, WrongBase or DigestMismatch.
         """
-        held = self._policy
+        current = self._policy
         if artifact.codec != CODEC:
             raise CodecError(f"codec {artifact.codec!r} is unknown, update this node")
         delta = artifact.kind != "anchor"
         if delta:
-            _check_base(held, artifact)
+            _check_base(current, artifact)
         decoded: dict[str, bytes] = {}
         state, changed = self._decode(manifest, artifact, payload, decoded)
-        hashes = _digests(state, held, decoded, self._threads)
+        hashes = _digests(state, current, decoded, self._threads)
         policy = _proved(manifest, state, hashes)
-        return PreparedPolicy(policy, held.digest if delta else EMPTY.digest, changed)
+        return PreparedPolicy(policy, current.digest if delta else EMPTY.digest, changed)
 
     def commit(self, prepared: PreparedPolicy) -> Policy:
         """Hold `prepared` from now on. Raises WrongBase if the base was replaced meanwhile."""
@@ -125,26 +125,28 @@ class WeightReplica:
 
         if artifact.kind == "anchor":
             return decode_full(payload, infos, threads=self._threads, done=done), None
-        held = self._policy.state
-        return apply_delta(held, payload, infos, threads=self._threads, done=done)
+        current = self._policy.state
+        return apply_delta(current, payload, infos, threads=self._threads, done=done)
 
 
 def _digests(
-    state: State, held: Policy, known: Mapping[str, bytes], threads: int
+    state: State, current: Policy, known: Mapping[str, bytes], threads: int
 ) -> dict[str, bytes]:
-    """Return the digest of every tensor: those in `known` and of objects that `held` consists of are not
+    """Return the digest of every tensor; those in `known`, and of tensors that `current` has too, are not
     computed again."""
-    found = {name: held.digests[name] for name in state if state[name] is held.state.get(name)}
-    found |= known
-    fresh = [name for name in state if name not in found]
+    digests = {
+        name: current.digests[name] for name in state if state[name] is current.state.get(name)
+    }
+    digests |= known
+    fresh = [name for name in state if name not in digests]
     with ThreadPoolExecutor(max(1, threads)) as pool:
         tensors = [state[name] for name in fresh]
-        found.update(zip(fresh, pool.map(tensor_digest, tensors), strict=True))
-    return {name: found[name] for name in state}
+        digests.update(zip(fresh, pool.map(tensor_digest, tensors), strict=True))
+    return {name: digests[name] for name in state}
 
 
 def _proved(manifest: PolicyManifest, state: State, hashes: Mapping[str, bytes]) -> Policy:
-    """The policy `state`, or DigestMismatch."""
+    """Make the policy of `state`, or raise DigestMismatch."""
     for info in manifest.tensors:
         if hashes.get(info.name, info.digest) != info.digest:
             raise DigestMismatch(
@@ -160,9 +162,9 @@ def _proved(manifest: PolicyManifest, state: State, hashes: Mapping[str, bytes])
     return Policy(manifest.version, state, hashes, whole)
 
 
-def _check_base(held: Policy, artifact: Artifact) -> None:
-    if artifact.base_state != held.digest:
+def _check_base(current: Policy, artifact: Artifact) -> None:
+    if artifact.base_state != current.digest:
         raise WrongBase(
             f"the delta is for version {artifact.base_version} ({short(artifact.base_state)}), "
-            f"held is {held.version} ({short(held.digest)})"
+            f"held is {current.version} ({short(current.digest)})"
         )

@@ -63,7 +63,7 @@ def floats(tensor: Tensor) -> NDArray[Any]:
 
 
 def numel(shape: Iterable[int]) -> int:
-    """Number of elements of a shape."""
+    """Count the elements of a shape."""
     count = 1
     for size in shape:
         count *= size
@@ -71,7 +71,7 @@ def numel(shape: Iterable[int]) -> int:
 
 
 def tensor_digest(tensor: Tensor) -> bytes:
-    """BLAKE3 over dtype, shape and the little-endian bits."""
+    """Compute BLAKE3 over dtype, shape and the little-endian bits."""
     header = f"{tensor.dtype}{list(tensor.shape)}".encode()
     return digest_parts(
         [
@@ -83,7 +83,7 @@ def tensor_digest(tensor: Tensor) -> bytes:
 
 
 def state_digest(tensors: Mapping[str, bytes]) -> bytes:
-    """BLAKE3 over the sorted (name, tensor digest) pairs; `tensors` maps name to tensor digest."""
+    """Compute BLAKE3 over the sorted (name, tensor digest) pairs; `tensors` maps name to tensor digest."""
     parts: list[bytes] = []
     for name in sorted(tensors):
         encoded = name.encode()
@@ -97,12 +97,12 @@ def digests(state: State) -> dict[str, bytes]:
 
 
 def state_bytes(state: State) -> int:
-    """Bytes of all elements of `state`."""
+    """Count the bytes of all elements of `state`."""
     return sum(tensor.data.nbytes for tensor in state.values())
 
 
 MEMORY_THREADS = 8
-"""Threads that copy, hash, compare and merge states; more wait for memory."""
+"""Threads that copy, hash, compare and merge states; more would wait for memory."""
 
 
 def memory_threads() -> int:
@@ -111,7 +111,7 @@ def memory_threads() -> int:
 
 
 class PendingChanges:
-    """Sums up over several steps where a state differs from the one that an engine holds.
+    """Collect, over several steps, where a state may differ from the one that an engine holds.
 
     Too much is safe (the values are taken from the new state), too little never is: elements not known to be
     unchanged count as changed. Starts with everything.
@@ -140,15 +140,15 @@ class PendingChanges:
 
     @property
     def changed(self) -> Changed | None:
-        """Changes to write, or None: everything."""
+        """Return the changes to write; None: everything."""
         return self._changed
 
 
-def _union(held: Changed, name: str, more: Changed) -> NDArray[np.int64] | None:
+def _union(changed: Changed, name: str, more: Changed) -> NDArray[np.int64] | None:
     added = more[name]
-    if name not in held:
+    if name not in changed:
         return added
-    before = held[name]
+    before = changed[name]
     return None if before is None or added is None else _merge(before, added)
 
 
@@ -168,7 +168,7 @@ class CodecError(WeightsError):
 
 
 class WrongBase(WeightsError):
-    """The delta belongs on another state; fetch a snapshot or the missing deltas."""
+    """The delta is for another state; fetch a snapshot or the missing deltas."""
 
 
 class DigestMismatch(WeightsError):

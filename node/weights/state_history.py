@@ -33,7 +33,8 @@ class Edit(NamedTuple):
 
 
 Patch = Mapping[str, "Tensor | Edit"]
-"""Makes a state of the next newer one: name -> whole tensor, or its difference. Other tensors are equal."""
+"""What makes a state from the next newer one: name -> whole tensor, or its difference. Other tensors are equal.
+"""
 
 
 class HeldState(Mapping[str, Tensor]):
@@ -60,12 +61,12 @@ class HeldState(Mapping[str, Tensor]):
         return not isinstance(self._stored, tuple)
 
     def precede(self, newer: "HeldState") -> None:
-        """Take note of the version that follows."""
+        """Set the version that follows."""
         self.newer = newer
         newer._older = weakref.ref(self)
 
     def shrink(self) -> None:
-        """Hold from now on only the differences from the next version, which is whole."""
+        """From now on hold only the differences from the next version, which is whole."""
         newer, whole = self.newer, self._stored
         assert newer is not None
         assert not isinstance(whole, tuple)
@@ -76,13 +77,13 @@ class HeldState(Mapping[str, Tensor]):
         tensor, patches = self._layers(name)
         if not patches:
             return tensor
-        made = self.made.get(name)
-        if made is None:
+        copy = self.made.get(name)
+        if copy is None:
             data = tensor.data.copy()
             for edit in patches:
                 data[edit.positions] = edit.older
-            made = self.made[name] = Tensor(tensor.dtype, tensor.shape, data)
-        return made
+            copy = self.made[name] = Tensor(tensor.dtype, tensor.shape, data)
+        return copy
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._line()[0])
@@ -115,19 +116,19 @@ class HeldState(Mapping[str, Tensor]):
 
     def _edit(self, name: str) -> Edit | None:
         stored = self._stored
-        found = stored[1].get(name) if isinstance(stored, tuple) else None
-        return found if isinstance(found, Edit) else None
+        entry = stored[1].get(name) if isinstance(stored, tuple) else None
+        return entry if isinstance(entry, Edit) else None
 
     def up_to(self, newer: "HeldState") -> "list[HeldState]":
         """List the versions from this one to `newer`, both included; empty if `newer` does not follow."""
-        found: list[HeldState] = [self]
+        versions: list[HeldState] = [self]
         at: HeldState = self
         while at is not newer:
             if at.newer is None:
                 return []
             at = at.newer
-            found.append(at)
-        return found
+            versions.append(at)
+        return versions
 
     def changes_to_next(self) -> Changed | None:
         """Say where the version that follows may differ from this one; None: anywhere."""
@@ -137,7 +138,7 @@ class HeldState(Mapping[str, Tensor]):
         return _places(stored[1]) if isinstance(stored, tuple) else changed
 
     def _line(self) -> tuple[State, list[Patch]]:
-        """The whole version that this one is made of, and the patches to apply in order."""
+        """Return the whole version that this one is made of, and the patches to apply in order."""
         patches: list[Patch] = []
         stored = self._stored
         while isinstance(stored, tuple):
@@ -147,16 +148,16 @@ class HeldState(Mapping[str, Tensor]):
         return stored, patches[::-1]
 
     def _layers(self, name: str) -> tuple[Tensor, list[Edit]]:
-        """A tensor, and what to write into a copy of it in order."""
+        """Return a tensor, and what to write into a copy of it in order."""
         whole, line = self._line()
         tensor = whole[name]
         patches: list[Edit] = []
         for patch in line:
-            found = patch.get(name)
-            if isinstance(found, Tensor):
-                tensor, patches = found, []
-            elif found is not None:
-                patches.append(found)
+            change = patch.get(name)
+            if isinstance(change, Tensor):
+                tensor, patches = change, []
+            elif change is not None:
+                patches.append(change)
         return tensor, patches
 
 
@@ -176,19 +177,19 @@ class StateHistory(Mapping[int, HeldState]):
         It takes the place of the versions from it on: a trainer went back. Older ones that are not whole may
         be lost by that.
         """
-        older = {number: one for number, one in self._held.items() if number < version}
+        older = {number: state for number, state in self._held.items() if number < version}
         if len(older) < len(self._held):
             changed = None
-        if not any(one.is_whole for one in older.values()):
+        if not any(state.is_whole for state in older.values()):
             older = {}
         added = HeldState(state, changed)
         if older:
             older[max(older)].precede(added)
-        held = {**older, version: added}
-        whole = [number for number in sorted(held) if held[number].is_whole]
+        states = {**older, version: added}
+        whole = [number for number in sorted(states) if states[number].is_whole]
         for number in whole[: -self._most_whole]:
-            held[number].shrink()
-        self._held = {number: held[number] for number in sorted(held)[-self._keep :]}
+            states[number].shrink()
+        self._held = {number: states[number] for number in sorted(states)[-self._keep :]}
 
     def __getitem__(self, version: int) -> HeldState:
         return self._held[version]
@@ -229,10 +230,10 @@ def take(state: State, name: str, positions: NDArray[np.int64], out: Bits) -> No
 def between(old: State, new: State) -> list[State]:
     """List the versions of one history from `old` to `new`, both included; just these two if it has none."""
     if isinstance(old, HeldState) and isinstance(new, HeldState):
-        if found := old.up_to(new):
-            return [*found]
-        if found := new.up_to(old):
-            return [*found[::-1]]
+        if versions := old.up_to(new):
+            return [*versions]
+        if versions := new.up_to(old):
+            return [*versions[::-1]]
     return [old, new]
 
 
@@ -254,14 +255,14 @@ def known_changes(old: State, new: State) -> Changed | None:
 def _places(patch: Patch) -> Changed:
     """Return the positions that a patch writes."""
     return {
-        name: None if isinstance(one, Tensor) else one.positions.astype(np.int64)
-        for name, one in patch.items()
+        name: None if isinstance(change, Tensor) else change.positions.astype(np.int64)
+        for name, change in patch.items()
     }
 
 
 def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
     """Make the difference from `newer` to `older`."""
-    found: dict[str, Tensor | Edit] = {}
+    patch: dict[str, Tensor | Edit] = {}
     for name, tensor in older.items():
         if changed is not None and name not in changed:
             continue
@@ -274,8 +275,8 @@ def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
         width = np.uint32 if tensor.data.size < 2**32 else np.uint64
         size = 2 * tensor.data.itemsize + np.dtype(width).itemsize
         if positions.size * size >= tensor.data.nbytes:
-            found[name] = tensor
+            patch[name] = tensor
         elif positions.size:
             newest = newer[name].data
-            found[name] = Edit(positions.astype(width), tensor.data[positions], newest[positions])
-    return found
+            patch[name] = Edit(positions.astype(width), tensor.data[positions], newest[positions])
+    return patch

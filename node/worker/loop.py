@@ -52,21 +52,22 @@ HEARTBEAT_S = 5.0
 """Interval of requests that need no lease: they are a sign of life, and bring verdicts."""
 VERSION_WAIT_S = 30.0
 IDLE_LOG_S = 60.0
-"""A worker without any lease logs the trainer's reason at once, then after this long, then twice that."""
+"""A worker without a lease logs the trainer's reason at once, then after this many seconds, then after twice as
+many each time."""
 STALLED_S = 60.0
 STALLED = 4.0
-"""Seconds, and times the usual time of a lease, without a token or the end of a rollout, after which the leases
+"""Seconds, and factor of a lease's usual time, without a token or the end of a rollout, after which the leases
 are handed back: the engine hangs, and others can do the work meanwhile."""
 
 
 class EngineProgress:
-    """Tells whether the leases in progress make any, by what leases of this node usually take."""
+    """Watch whether the leases in progress advance, by the usual time of this node's leases."""
 
     def __init__(self) -> None:
         self._moved = 0.0
         """Monotonic seconds at which a rollout ended, a token came, or the first lease in progress began."""
         self._tokens = 0
-        """Tokens that the engine had made then; some engines do not say how many."""
+        """Tokens that the engine had made by then; some engines do not count them."""
         self._usual_s = 0.0
         """Seconds that a lease takes, a running mean; 0 before the first."""
 
@@ -79,10 +80,10 @@ class EngineProgress:
         self._usual_s += (seconds - self._usual_s) / (4.0 if self._usual_s else 1.0)
 
     def stalled(self, tokens: int, now: float) -> str:
-        """Return why the leases in progress are to be handed back; empty while they progress.
+        """Return why the leases in progress are to be handed back; empty while they advance.
 
-        `tokens` that the engine has made are progress. Each time, four times as long is usual from then on:
-        an engine that has become slow, and says nothing of its tokens, hands back no lease after the other.
+        New `tokens` of the engine count as progress. Each time, the usual time is multiplied by four: an engine
+        that has become slow, and does not count its tokens, does not hand back one lease after the other.
         """
         if tokens != self._tokens:
             self._tokens, self._moved = tokens, now
@@ -143,12 +144,12 @@ class InferenceRole:
         self._working: dict[int, asyncio.Task[None]] = {}
         self._progress = EngineProgress()
         self._per_lease = 0
-        """Rollouts of the largest lease so far: asking twice is better than hoarding."""
+        """Rollouts of the largest lease so far: requesting twice is better than hoarding."""
         self._given_up = False
         """Whether the trainer still has to learn of abandoned leases."""
         self._asked = float("-inf")
         self._obstacle = ""
-        """Reason why the last request brought no leases; empty if it did, or wanted none."""
+        """Reason why the last request brought no leases; empty if it did, or asked for none."""
         self._rest_until = 0.0
         """Time before which no lease is requested, in monotonic seconds."""
         self._clock = GenerationClock()
@@ -166,13 +167,13 @@ class InferenceRole:
             return f"the engine: {fault}"
         if self._admission.inflight:
             return ""
-        said = "" if self._active else self._obstacle
+        reason = "" if self._active else self._obstacle
         rest = self._rest_until - time.monotonic()
-        if said and rest > 0:
-            said = f"resting {rest:.0f} s: {said}"
-        if said and self._uploads.leases():
-            said += f" ({len(self._uploads.leases())} finished submissions are kept for it)"
-        return said or self._weights.waits_for
+        if reason and rest > 0:
+            reason = f"resting {rest:.0f} s: {reason}"
+        if reason and self._uploads.leases():
+            reason += f" ({len(self._uploads.leases())} finished submissions are kept for it)"
+        return reason or self._weights.waits_for
 
     async def run(self) -> None:
         """Work until the run ends, beside WeightSync.run().

@@ -1,4 +1,4 @@
-"""Engine of a worker that holds a model together with others: one Engine, of all stages.
+"""Engine of a worker that shares a model with others: one Engine, of all stages.
 
 A version is given to stage 0 only when all other stages have it ready. After a break, nothing is computed until
 the whole ring has the same version. A lost stage delays callers and loses no request.
@@ -149,4 +149,4 @@ class PipelinedEngine:
             if self._wanted == wanted:
                 logger.info("a stage computes by version %d already: waiting for it", theirs)
                 async with self._news:
-                    await self._news.wait_for(lambda seen=wanted: self._wanted != seen)
+                    await self._news.wait_for(lambda previous=wanted: self._wanted != previous)

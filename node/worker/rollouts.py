@@ -197,10 +197,10 @@ class AdmissionControl:
 
 
 class TurnLimiter:
-    """Gate that lets one caller through per turn of the event loop.
+    """Let one caller through per turn of the event loop.
 
     Scoring a rollout takes a millisecond or more. When hundreds end in one step of the engine, the sequences
-    that replace them need not wait until all of them are scored.
+    that replace them do not have to wait until all of them are scored.
     """
 
     def __init__(self) -> None:
@@ -375,7 +375,9 @@ class ActiveGroup:
         trainer would refuse the group because of them.
         """
         episodes = [self._episodes[index] for index in sorted(self._episodes)] + self._unbegun
-        late = late_samples({i: one.branches for i, one in enumerate(episodes) if not one.error})
+        late = late_samples(
+            {i: episode.branches for i, episode in enumerate(episodes) if not episode.error}
+        )
         for index, why in late.items():
             logger.info("lease %d: sample %d is withdrawn: it %s", self.lease.lease_id, index, why)
             episodes[index] = Episode([], Score(0.0), f"{WITHDRAWN}it {why}")
@@ -454,16 +456,20 @@ def crossed(groups: Sequence[Sequence[Episode]]) -> tuple[bytes, tuple[Crossed, 
     if not placed:
         return b"", ()
     ((plan, _),) = Counter(plan for _, plan in placed).most_common(1)
-    return plan, tuple(one for one, made_by in placed if made_by == plan and one.boundaries)
+    return plan, tuple(
+        boundary for boundary, made_by in placed if made_by == plan and boundary.boundaries
+    )
 
 
 def branch_record(branch: Branch) -> BranchRecord:
     """Convert a branch to its record on the wire."""
-    drawn = [value for value, flag in zip(branch.logprobs, branch.sampled, strict=True) if flag]
+    sampled_logprobs = [
+        value for value, flag in zip(branch.logprobs, branch.sampled, strict=True) if flag
+    ]
     return BranchRecord(
         tokens=pack_u32(branch.token_ids),
         sampled=bytes(branch.sampled),
-        logprobs=pack_f32(drawn),
+        logprobs=pack_f32(sampled_logprobs),
         policy_first=branch.policy_first,
         policy_last=branch.policy_last,
         finish=branch.finish,

@@ -1,6 +1,6 @@
 """Later stage of a pipeline: its weights follow the requests of stage 0; it takes no leases.
 
-The trainer defines a version: stage 0 only names one, and loaded weights are proved as everywhere.
+The trainer defines a version: stage 0 only names one, and loaded weights are proved as on every node.
 """
 
 import asyncio
@@ -51,10 +51,10 @@ async def all_ready(
     """
     ranks = range(1, len(ring.plan.stages))
     async with asyncio.TaskGroup() as tasks:
-        asked = [
+        waits = [
             tasks.create_task(_ready(ring, rank, order, complain, patience_s)) for rank in ranks
         ]
-    return max(task.result() for task in asked)
+    return max(task.result() for task in waits)
 
 
 async def _ready(
@@ -179,8 +179,8 @@ class RingSupervisor:
         self._turn = None
         self._there.clear()
 
-    async def _prepare_own(self, asked: PrepareVersion) -> None:
-        await self.prepare_own(asked)
+    async def _prepare_own(self, request: PrepareVersion) -> None:
+        await self.prepare_own(request)
 
     async def wait_whole(self) -> int:
         """Wait, as stage 0, for a ring with all stages, and begin an epoch of it."""
@@ -221,11 +221,11 @@ class RingSupervisor:
         """Wait until the ring is complete; return False once another ring has replaced it."""
         looking = asyncio.create_task(self._keep_looking(turn))
         try:
-            found = await _unless_over(turn, _true(turn.ring.wait_healthy()))
+            healthy = await _unless_over(turn, _true(turn.ring.wait_healthy()))
         finally:
             await end_tasks(looking)
-        turn.was_whole |= bool(found)
-        return bool(found)
+        turn.was_whole |= bool(healthy)
+        return bool(healthy)
 
     async def _keep_looking(self, turn: _Turn) -> None:
         began = time.monotonic()
@@ -240,8 +240,8 @@ class RingSupervisor:
         """
         plan, rank = self.plan, self.planned.rank
         ring = {stage.node for stage in plan.stages}
-        asked = ring if rank == 0 else {plan.before(rank), plan.after(rank)}
-        others = sorted(asked - {plan.stages[rank].node})
+        neighbours = ring if rank == 0 else {plan.before(rank), plan.after(rank)}
+        others = sorted(neighbours - {plan.stages[rank].node})
         answers = await asyncio.gather(*(self._reachable(node) for node in others))
         silent = [node for node, answers in zip(others, answers, strict=True) if not answers]
         starting = not turn.was_whole and time.monotonic() - turn.began < self._patience_s
@@ -282,7 +282,7 @@ class RingSupervisor:
         return [self.plan.stages[fault.rank].node]
 
 
-async def _not_yet(asked: PrepareVersion) -> None:
+async def _not_yet(request: PrepareVersion) -> None:
     raise RemoteProtocolError(Reason.NOT_YET, "this stage is still starting")
 
 
@@ -340,20 +340,20 @@ class StageRole:
                 await self._book.wait_news(self._book.order(), LOOK_S)
             following.cancel()
 
-    async def prepare(self, asked: PrepareVersion) -> None:
+    async def prepare(self, request: PrepareVersion) -> None:
         """Prepare a version.
 
         Raises:
             RemoteProtocolError: NOT_YET, ask again; ROLLBACK, this stage is further and does not go back.
         """
-        order = (asked.term, asked.version)
+        order = (request.term, request.version)
         # only signed versions: a lying stage 0 could make us wait for one that never comes
         if not await self._book.wait(lambda: self._book.order() >= order, self._answer_s):
             raise RemoteProtocolError(Reason.NOT_YET, "no such version is known here yet")
         if await self._weight_sync.reach(order, self._answer_s):
             return
-        held = self._weight_sync.order
-        if held <= order:
+        current = self._weight_sync.order
+        if current <= order:
             raise RemoteProtocolError(Reason.NOT_YET, "the weights are still on their way")
-        if held[0] > asked.term or self._engine.policy_version != asked.version:
-            raise RemoteProtocolError(Reason.ROLLBACK, f"this stage is at version {held[1]}")
+        if current[0] > request.term or self._engine.policy_version != request.version:
+            raise RemoteProtocolError(Reason.ROLLBACK, f"this stage is at version {current[1]}")

@@ -88,10 +88,10 @@ def make_offer(
     Asks NVML. Raises EngineError, UsageError: also if engine.tp does not divide the model,
     which no plan would change.
     """
-    found = read_json(model_dir / "config.json")
-    shape = read_shape(found)
+    model_config = read_json(model_dir / "config.json")
+    shape = read_shape(model_config)
     release = software(config)
-    config = resolve_parallel(config, found)
+    config = resolve_parallel(config, model_config)
     return StageOffer(
         memory_bytes=memory_to_offer(config, pp, shape, fingerprint=fingerprint),
         engine="vllm",

@@ -44,7 +44,7 @@ Raises the errors of uploads.upload().
 
 @dataclass
 class SpooledSubmission:
-    """A submission in the spool."""
+    """A submission in the upload queue."""
 
     lease_id: int
     deadline: float
@@ -72,12 +72,12 @@ class UploadQueue:
 
     def open(self) -> None:
         """Load the submissions of an earlier start of this node."""
-        for name, lease_id, deadline in self._ledger.spooled():
+        for name, lease_id, deadline in self._ledger.queued_uploads():
             self._kept[name] = SpooledSubmission(lease_id, deadline)
 
     def leases(self) -> set[int]:
         """List the leases of the queued submissions."""
-        return {kept.lease_id for kept in self._kept.values()}
+        return {submission.lease_id for submission in self._kept.values()}
 
     async def put(self, lease: Lease, submission: Submission) -> None:
         """Sign the work of a lease and write it to disk before returning. Raises StorageError."""
@@ -101,7 +101,7 @@ class UploadQueue:
             expires=time.time() + SUBMISSION_TTL_S,
         )
         name = digest(bundle)
-        self._ledger.spool(name, lease.lease_id, lease.deadline, bundle)
+        self._ledger.queue_upload(name, lease.lease_id, lease.deadline, bundle)
         return name
 
     async def _uploads(self) -> None:
@@ -116,30 +116,34 @@ class UploadQueue:
 
     def _next(self) -> bytes | None:
         """Return the most urgent submission that is not being uploaded."""
-        idle = ((kept.deadline, name) for name, kept in self._kept.items() if not kept.moving)
+        idle = (
+            (submission.deadline, name)
+            for name, submission in self._kept.items()
+            if not submission.moving
+        )
         return min(idle, default=(0.0, None))[1]
 
     async def _try(self, name: bytes, loop: asyncio.AbstractEventLoop) -> None:
         """Upload one submission; a failure pauses all uploads for a while."""
-        kept = self._kept[name]
-        kept.moving = True
+        submission = self._kept[name]
+        submission.moving = True
         try:
-            await self._deliver(name, kept.lease_id)
+            await self._deliver(name, submission.lease_id)
             self._pause = PAUSE_S
             self._lines.reset()
         except (TransportError, Refused, RemoteProtocolError) as error:
             if self._lines.due():
-                logger.info("upload of lease %d waits: %s", kept.lease_id, error)
+                logger.info("upload of lease %d waits: %s", submission.lease_id, error)
             self._rest_until = loop.time() + self._pause
             self._pause = min(self._pause * 1.6, PAUSE_MAX_S)
         finally:
-            kept.moving = False
+            submission.moving = False
 
     async def _deliver(self, name: bytes, lease_id: int) -> None:
-        sealed = await self._ledger.beside(self._ledger.spooled_body, name)
+        sealed = await self._ledger.beside(self._ledger.queued_upload, name)
         if sealed is not None:
             await self._hand_over(name, lease_id, sealed)
-            await self._ledger.beside(self._ledger.unspool, name)
+            await self._ledger.beside(self._ledger.drop_upload, name)
         del self._kept[name]
 
     async def _hand_over(self, name: bytes, lease_id: int, sealed: bytes) -> None:

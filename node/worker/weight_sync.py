@@ -46,7 +46,7 @@ class Upstreams:
         self.nodes: list[bytes] = []
 
     def learn(self, records: Sequence[bytes], later: Sequence[bytes] = ()) -> None:
-        """Take in sealed peer records from the trainer: sources admitted before us, and after us."""
+        """Add sealed peer records from the trainer: sources admitted before us, and after us."""
         services = self._services
         before = learn_records(services.peers, services.run_id, records)
         services.fetcher.place = len(before)
@@ -90,11 +90,11 @@ def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> 
 
 
 ASK_TIMEOUT_S = 10.0
-"""For the trainer to answer."""
+"""Seconds for the trainer to answer."""
 NEIGHBOUR_S = 2.0
-"""For a neighbour to be reached, and then to answer: the trainer knows all that it could tell."""
+"""Seconds to reach a neighbour, and again for its answer: the trainer knows all that it could say."""
 NEIGHBOURS_S = 4.0
-"""Time for all neighbours together before the trainer is asked: they may be silent on purpose."""
+"""Seconds for all neighbours together before the trainer is asked: they may be silent on purpose."""
 
 
 class UpdatePlanner:
@@ -118,10 +118,10 @@ class UpdatePlanner:
         """Versions of the current epoch whose manifests are known."""
 
     def forget(self) -> None:
-        """Drop the chain, so that it is learned again: no path was found in it."""
+        """Drop the chain, because no path was found in it; it is learned again."""
         self.chain = VersionChain()
 
-    async def plan(self, head: AdmittedHead, held: Policy) -> tuple[AdmittedHead, list[Step]]:
+    async def plan(self, head: AdmittedHead, policy: Policy) -> tuple[AdmittedHead, list[Step]]:
         """Find the cheapest steps to `head` or, if it moves on meanwhile, to a newer one.
 
         Asks one source after the other while no path is known, see _sources(). Raises NoPath, NetworkError.
@@ -130,7 +130,7 @@ class UpdatePlanner:
             self._epoch = head.head.term
             self.forget()
         failed: set[bytes] = set()
-        afters = dict.fromkeys((held.version, NOTHING))
+        afters = dict.fromkeys((policy.version, NOTHING))
         questions = (
             (source, after, until) for after in afters for source, until in self._sources(failed)
         )
@@ -143,8 +143,8 @@ class UpdatePlanner:
         while True:
             await self._learn_manifests(head)
             try:
-                steps = await self._cheapest(head, held)
-                gap = await self._gap(steps, held)
+                steps = await self._cheapest(head, policy)
+                gap = await self._gap(steps, policy)
                 source = None if gap is None else next(bridges, None)
                 if gap is None or source is None:
                     return head, steps
@@ -153,25 +153,25 @@ class UpdatePlanner:
                 question = next(questions, None)
                 if question is None:
                     raise
-            asked, after, until = question
-            await self._await_heads(asked, self._fetch_all_heads(asked, after, until), failed)
+            peer, after, until = question
+            await self._await_heads(peer, self._fetch_all_heads(peer, after, until), failed)
             # Sources name their newest snapshot, which may be newer by now than the head we started for.
             newest = self._newest()
             head = newest if newest and newest.head.term == head.head.term else head
 
-    async def _cheapest(self, head: AdmittedHead, held: Policy) -> list[Step]:
+    async def _cheapest(self, head: AdmittedHead, policy: Policy) -> list[Step]:
         stored = await asyncio.to_thread(self._services.store.names)
         return self.chain.plan(
-            held.version, held.digest, head.head.version, stored=stored, needs=self._needs
+            policy.version, policy.digest, head.head.version, stored=stored, needs=self._needs
         )
 
-    async def _gap(self, steps: Sequence[Step], held: Policy) -> int | None:
+    async def _gap(self, steps: Sequence[Step], policy: Policy) -> int | None:
         """Find the version after which missing manifests may save a snapshot; None without one."""
         if not steps or steps[0][1].kind != "anchor":
             return None
         version = steps[0][0]
         needed = self.needed(steps[:1])
-        gap = self.chain.gap(held.version, version)
+        gap = self.chain.gap(policy.version, version)
         if gap is None or version - gap > FAR_BEHIND:
             return None
         complete = await asyncio.to_thread(
@@ -197,10 +197,10 @@ class UpdatePlanner:
                 return
 
     def _sources(self, failed: Collection[bytes]) -> Iterator[tuple[bytes, float]]:
-        """Yield whom to ask for heads, and the time.monotonic() until which to go on with its replies.
+        """Yield each source to ask for heads, and the time.monotonic() until which to read its replies.
 
-        `failed`: those that did not answer, which the caller adds. The neighbours come first, then the trainer;
-        it comes once they have taken NEIGHBOURS_S, and they go on only if it failed.
+        `failed` holds those that did not answer; the caller adds them. The neighbours come first. The trainer
+        comes after NEIGHBOURS_S; after that neighbours are asked only if it failed.
         """
         trainer, scores = self._services.trainer, self._services.fetcher.scores
         until = time.monotonic() + NEIGHBOURS_S
@@ -216,7 +216,7 @@ class UpdatePlanner:
             yield from ((node, math.inf) for node in self._upstreams.nodes if node not in failed)
 
     async def look_again(self) -> None:
-        """Ask the trainer which versions it keeps: the known path may need chunks that are gone."""
+        """Ask the trainer which versions it keeps: the known path may need chunks that no longer exist."""
         try:
             _, versions = await self._fetch_heads(self._services.trainer, NOTHING)
         except (TransportError, Refused, RemoteProtocolError) as error:
@@ -254,8 +254,8 @@ class UpdatePlanner:
         """
         newest = self._book.order()[1]
         while after < newest and time.monotonic() < until:
-            told, versions = await self._fetch_heads(source, after)
-            if not told:
+            count, versions = await self._fetch_heads(source, after)
+            if not count:
                 return
             after = max(after + 1, max(versions, default=-1))
 
@@ -271,8 +271,8 @@ class UpdatePlanner:
         for notice in heads.notices:
             await self._book.admit(notice)
         sealed = {notice.head for notice in heads.notices}
-        held = [head.head.version for head in self._book.held() if head.sealed in sealed]
-        return len(heads.notices), held
+        admitted = [head.head.version for head in self._book.held() if head.sealed in sealed]
+        return len(heads.notices), admitted
 
     async def _learn_manifests(self, target: AdmittedHead) -> None:
         """Add the manifests of all known heads to the chain.
@@ -464,7 +464,7 @@ class WeightSync:
             await self._make_room(head, error)
 
     async def _make_room(self, head: AdmittedHead, error: StorageError) -> None:
-        """Drop what is old, and pause: a version cannot be kept. That is said once of each."""
+        """Drop what is old and pause, because a version cannot be kept; log that once for each version."""
         if self._unkept != head.order:
             logger.error("version %d cannot be kept: %s", head.head.version, error)
         self._unkept = head.order
@@ -472,7 +472,7 @@ class WeightSync:
         await asyncio.sleep(RETRY_S)
 
     async def _look_for(self, order: tuple[int, int]) -> None:
-        """Ask for a head that we do not have, if it does not arrive by itself."""
+        """Ask for a head that we do not have and that does not arrive by itself."""
         if not await self._book.wait(lambda: order in self._book.trusted.heads, LOOK_S):
             await self._planner.fetch_head(order)
 

@@ -5,7 +5,7 @@
         --tokens 128 --lr 1e-6 1e-5 --blocks 112000 --rollouts 256 --save FILE
 
 Production parts end to end (Verifier, auditor, reputation), judged by the built-in bounds and by bounds
-calibrated with the same honest rollouts; tests/attacks/cheat_book.py describes the cheats. Models are trained a
+calibrated with the same honest rollouts; scripts/bench/cheat_book.py describes the cheats. Models are trained a
 little (trained_model.py). Honest workers generate alone, a few at a time and in large batches. With --engine
 vllm honest workers and cheats generate by vLLM. With several rates of the policy updates, those after the first
 measure the cheats by older versions, and fewer honest rollouts. Tables can be made anywhere of what --save
@@ -43,6 +43,14 @@ from primerl.protocol.reputation import (
     outcome_of,
 )
 from primerl.protocol.rollouts import MEASURES
+from primerl.scripts.bench.cheat_book import BOOK
+from primerl.scripts.bench.cheat_world import (
+    Outcome,
+    World,
+    learning_material,
+    new_world,
+    with_updates,
+)
 from primerl.scripts.bench.cheats_measure import (
     Sample,
     Setting,
@@ -56,14 +64,6 @@ from primerl.scripts.bench.cheats_measure import (
     start_auditors,
 )
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
-from primerl.tests.attacks.cheat_book import BOOK
-from primerl.tests.attacks.cheat_world import (
-    Outcome,
-    World,
-    learning_material,
-    new_world,
-    with_updates,
-)
 
 COMPANY = {
     "hf": ((1, 0.01), (8, 0.09), (256, 0.9)),

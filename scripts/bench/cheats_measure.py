@@ -23,9 +23,9 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.manifests import ProofContract, RunManifest
 from primerl.protocol.rollouts import Evidence
+from primerl.scripts.bench.cheat_book import Cheat, Work, honest_work
+from primerl.scripts.bench.cheat_world import GROUP_SIZE, Court, Groups, Outcome, Workshop, World
 from primerl.scripts.bench.trained_model import Trained, recipe, trained_model
-from primerl.tests.attacks.cheat_book import Cheat, Work, honest_work
-from primerl.tests.attacks.cheat_world import GROUP_SIZE, Court, Groups, Outcome, Workshop, World
 
 Say = Callable[[str], None]
 

@@ -10,21 +10,10 @@ from support.swarm import Swarm
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.rpc import Refused
-from primerl.protocol import tickets
+from primerl.protocol import messages, tickets
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import PeerRecord, Ticket
-from primerl.protocol.messages import (
-    Accepted,
-    Goodbye,
-    LeaseReply,
-    LeaseRequest,
-    Message,
-    SubmitFrom,
-    SubmitOffer,
-    SyncRecords,
-    WorkerStats,
-)
 from primerl.protocol.version import WIRE_VERSION
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -94,11 +83,11 @@ async def test_another_wire_version_is_refused_before_anything_is_read(siege: Sw
 
 
 async def test_a_node_that_did_not_say_hello_gets_nothing(siege: Swarm) -> None:
-    requests: list[tuple[Message, type[object]]] = [
-        (LeaseRequest(1, WorkerStats(0)), LeaseReply),
-        (SubmitOffer(bytes(32), 10, 1 << 32), SubmitFrom),
-        (SyncRecords(()), SyncRecords),
-        (Goodbye(), Accepted),
+    requests: list[tuple[messages.Message, type[object]]] = [
+        (messages.LeaseRequest(1, messages.WorkerStats(0)), messages.LeaseReply),
+        (messages.SubmitOffer(bytes(32), 10, 1 << 32), messages.SubmitFrom),
+        (messages.SyncRecords(()), messages.SyncRecords),
+        (messages.Goodbye(), messages.Accepted),
     ]
     async with Rogue(siege, "uninvited") as rogue:
         for request, kind in requests:

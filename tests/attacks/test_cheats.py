@@ -21,14 +21,8 @@ from primerl.node.inference.hf import HfEngine
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.reputation import Audited, Reputation, ban_test
-from primerl.scripts.bench.trained_model import (
-    Corpus,
-    Recipe,
-    recipe,
-    stop_token,
-    trained_model,
-)
-from primerl.tests.attacks.cheat_book import (
+from primerl.scripts.bench import cheat_world
+from primerl.scripts.bench.cheat_book import (
     BOOK,
     Nucleus,
     honest_work,
@@ -38,16 +32,12 @@ from primerl.tests.attacks.cheat_book import (
     telling,
     temperature,
 )
-from primerl.tests.attacks.cheat_world import (
-    CorpusEnvironment,
-    Court,
-    Outcome,
-    Workshop,
-    World,
-    learning_material,
-    new_world,
-    reasons_of,
-    with_updates,
+from primerl.scripts.bench.trained_model import (
+    Corpus,
+    Recipe,
+    recipe,
+    stop_token,
+    trained_model,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -61,19 +51,21 @@ LR = 1e-4
 class Stage:
     """A worker's workshop, the trainer's auditor, and the lease that all is about."""
 
-    shop: Workshop
+    shop: cheat_world.Workshop
     auditor: PrefillCore
     lease: Lease
 
     @property
-    def world(self) -> World:
+    def world(self) -> cheat_world.World:
         return self.shop.world
 
-    async def play(self, name: str) -> list[Outcome]:
+    async def play(self, name: str) -> list[cheat_world.Outcome]:
         """What becomes of a cheat's work."""
         work = BOOK[name].work if name in BOOK else honest_work
         groups = await work(self.shop, self.lease)
-        found = await Court(self.world, self.auditor).judge(self.shop, self.lease, groups)
+        found = await cheat_world.Court(self.world, self.auditor).judge(
+            self.shop, self.lease, groups
+        )
         self.shop.sent_before.clear()
         return found
 
@@ -84,7 +76,7 @@ def short(wanted: Recipe) -> Recipe:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+async def world(tmp_path_factory: pytest.TempPathFactory) -> cheat_world.World:
     """A run at version 2 of a tiny model."""
     import torch
 
@@ -98,19 +90,21 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     narrow = recipe("tiny", steps=20, hidden_size=48, num_hidden_layers=1)
     small = trained_model(short(narrow), cache=cache, say=quiet)
     config = EngineConfig(device="cpu", max_model_len=TOKENS + 64, batch_window_ms=20)
-    fresh = new_world(right, small, config, max_tokens=TOKENS)
-    return with_updates(fresh, await learning_material(fresh, 4), lr=LR, updates=2)
+    fresh = cheat_world.new_world(right, small, config, max_tokens=TOKENS)
+    return cheat_world.with_updates(
+        fresh, await cheat_world.learning_material(fresh, 4), lr=LR, updates=2
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(world: World) -> AsyncIterator[Stage]:
+async def stage(world: cheat_world.World) -> AsyncIterator[Stage]:
     """With projections."""
     async for one in _stage(world):
         yield one
 
 
-async def _stage(world: World) -> AsyncIterator[Stage]:
-    shop = Workshop(world, bytes(31) + b"c", remember=True)
+async def _stage(world: cheat_world.World) -> AsyncIterator[Stage]:
+    shop = cheat_world.Workshop(world, bytes(31) + b"c", remember=True)
     auditor = PrefillCore(world.engine)
     await auditor.start(world.model_dir, world.run)
     yield Stage(shop, auditor, await world.lease(1, 8, first_task=7))
@@ -118,13 +112,13 @@ async def _stage(world: World) -> AsyncIterator[Stage]:
     await shop.close()
 
 
-def rejected(found: list[Outcome]) -> float:
+def rejected(found: list[cheat_world.Outcome]) -> float:
     return sum(one.caught for one in found) / len(found)
 
 
 async def test_honest_work_passes_and_arouses_no_suspicion(stage: Stage) -> None:
     found = await stage.play("honest")
-    assert reasons_of(found) == set()
+    assert cheat_world.reasons_of(found) == set()
     assert not any(one.suspect for one in found)
     assert sum(one.evidence.tokens for one in found if one.evidence) > 4 * 64
 
@@ -132,8 +126,8 @@ async def test_honest_work_passes_and_arouses_no_suspicion(stage: Stage) -> None
 @pytest.mark.parametrize("name", BOOK)
 async def test_a_cheat_is_caught_within_one_group(stage: Stage, name: str) -> None:
     found = await stage.play(name)
-    assert reasons_of(found)
-    assert reasons_of(found) <= BOOK[name].reasons
+    assert cheat_world.reasons_of(found)
+    assert cheat_world.reasons_of(found) <= BOOK[name].reasons
 
 
 FAINT = {
@@ -149,7 +143,7 @@ async def test_a_faint_cheat_is_banned_by_what_its_rollouts_add_up_to(
     stage: Stage, name: str
 ) -> None:
     lease = await stage.world.lease(4, 8, first_task=100)
-    found = await Court(stage.world, stage.auditor).judge(
+    found = await cheat_world.Court(stage.world, stage.auditor).judge(
         stage.shop, lease, await FAINT[name](stage.shop, lease)
     )
     stage.shop.sent_before.clear()
@@ -206,9 +200,11 @@ class RealSwarm(Swarm):
 
         def environment(
             config: EnvironmentConfig, model: Path, seed: int, max_tokens: int, temperature: float
-        ) -> CorpusEnvironment:
+        ) -> cheat_world.CorpusEnvironment:
             corpus = Corpus(160, stop_token(model))
-            return CorpusEnvironment(corpus, max_tokens=max_tokens, stops=(stop_token(model),))
+            return cheat_world.CorpusEnvironment(
+                corpus, max_tokens=max_tokens, stops=(stop_token(model),)
+            )
 
         def auditor(config: EngineConfig, timeout_s: float) -> PrefillCore:
             return PrefillCore(config)
@@ -225,7 +221,7 @@ class RealSwarm(Swarm):
 
 @pytest.mark.nightly
 async def test_a_worker_that_samples_otherwise_is_banned_and_an_honest_one_is_not(
-    world: World, tmp_path: Path, quiet_registry: None
+    world: cheat_world.World, tmp_path: Path, quiet_registry: None
 ) -> None:
     async with RealSwarm(
         tmp_path,

@@ -137,7 +137,7 @@ async def test_a_stranger_waits_until_the_operators_worker_has_made_bounds_and_l
         assert "uncalibrated" not in status["rejected"], "nothing that it made was thrown away"
 
 
-async def test_bounds_are_told_to_members_alone_and_are_the_trainers_word(
+async def test_bounds_go_to_members_only_and_are_signed_by_the_trainer(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with run_in_bfloat16(tmp_path, model_dir, "own") as swarm:

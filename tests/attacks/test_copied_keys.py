@@ -15,25 +15,9 @@ from primerl.node.errors import BusyError, TicketError
 from primerl.node.p2p.connections import CONNECTIONS_PER_PEER
 from primerl.node.p2p.rpc import ask
 from primerl.node.storage.ledger import Ledger
+from primerl.protocol import messages
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
-from primerl.protocol.messages import (
-    Accepted,
-    AuditDone,
-    AuditRequest,
-    GetBounds,
-    GetHeads,
-    GetVerdicts,
-    Goodbye,
-    LeaseRequest,
-    Message,
-    OfferStage,
-    RetireKey,
-    SubmitOffer,
-    SyncRecords,
-    WatchHeads,
-    WorkerStats,
-)
 from primerl.protocol.retirement import Retirement, retire
 from primerl.protocol.version import ALPN_BLOBS
 
@@ -112,22 +96,22 @@ async def test_a_worker_whose_connections_broke_goes_on_as_the_same_session(
         assert (await swarm.trainer.status())["warnings"] == []
 
 
-def requests_of(thief: Rogue) -> list[Message]:
+def requests_of(thief: Rogue) -> list[messages.Message]:
     """Return every request that a thief of a worker's, a validator's or a stage's key could send."""
-    stats = WorkerStats(0)
+    stats = messages.WorkerStats(0)
     return [
-        Goodbye(),
-        LeaseRequest(1, stats, ()),
-        LeaseRequest(0, stats, ()),
-        SubmitOffer(bytes(32), 100, 1),
-        GetVerdicts(0),
-        GetBounds(),
-        AuditRequest(0, (0,), stats),
-        AuditDone(b"report"),
-        OfferStage(OFFER),
-        SyncRecords((thief.record(),)),
-        WatchHeads(0, -1),
-        GetHeads(-1),
+        messages.Goodbye(),
+        messages.LeaseRequest(1, stats, ()),
+        messages.LeaseRequest(0, stats, ()),
+        messages.SubmitOffer(bytes(32), 100, 1),
+        messages.GetVerdicts(0),
+        messages.GetBounds(),
+        messages.AuditRequest(0, (0,), stats),
+        messages.AuditDone(b"report"),
+        messages.OfferStage(OFFER),
+        messages.SyncRecords((thief.record(),)),
+        messages.WatchHeads(0, -1),
+        messages.GetHeads(-1),
     ]
 
 
@@ -144,7 +128,9 @@ async def test_no_request_of_a_thief_reaches_the_node_that_works_with_the_key(
                 assert await reason_of(thief.hello()) == Reason.KEY_IN_USE
                 for request in requests_of(thief):
                     connection = await thief.connect()
-                    reason = await reason_of(ask(connection, request, Accepted, deadline=10.0))
+                    reason = await reason_of(
+                        ask(connection, request, messages.Accepted, deadline=10.0)
+                    )
                     assert reason == Reason.KEY_IN_USE, request
         assert await leased_to(swarm, "owner") == len(leases)
         assert (await owner.poll(0, holding=tuple(leases))).leases == ()
@@ -167,7 +153,7 @@ async def test_a_thief_cannot_use_up_the_connections_and_requests_of_a_key(
             refused = await thief.connect()
             for _ in range(BURST // 30 + 2):
                 asked = (
-                    reason_of(ask(refused, GetHeads(-1), Accepted, deadline=10.0))
+                    reason_of(ask(refused, messages.GetHeads(-1), messages.Accepted, deadline=10.0))
                     for _ in range(30)
                 )
                 reasons = set(await asyncio.gather(*asked))
@@ -217,7 +203,9 @@ async def test_a_validators_key_is_one_sessions_too(tmp_path: Path, model_dir: P
         validator = Rogue(swarm, key=key)
         await validator.hello()
         async with Rogue(swarm, key=key) as thief:
-            asked = thief.ask(AuditRequest(0, (0,), WorkerStats(0)), Accepted)
+            asked = thief.ask(
+                messages.AuditRequest(0, (0,), messages.WorkerStats(0)), messages.Accepted
+            )
             assert await reason_of(asked) == Reason.KEY_IN_USE
 
 
@@ -308,7 +296,7 @@ async def test_nobody_but_its_holder_retires_a_key(tmp_path: Path, model_dir: Pa
         }
         async with Rogue(swarm, key=attacker) as rogue:
             for reason, sealed in wrong.items():
-                asked = rogue.ask(RetireKey(sealed), Accepted)
+                asked = rogue.ask(messages.RetireKey(sealed), messages.Accepted)
                 assert await reason_of(asked) == reason
         await further(swarm)
         assert victim.task is not None

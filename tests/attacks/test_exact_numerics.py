@@ -13,18 +13,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from msgspec import structs
+from support import exact_cases
 from support.auditor_cases import compared, make_run, measured
 from support.engine_cases import make_qwen3
-from support.exact_cases import (
-    altered,
-    claiming,
-    low_rank,
-    near_ties,
-    play,
-    requests,
-    shifted,
-    stepped,
-)
 from support.protocol_cases import played_otherwise
 
 from primerl.node.config.run import EngineConfig, ModelCreateConfig, RunConfig
@@ -73,7 +64,7 @@ PROMPT = 40
 
 
 @dataclass(frozen=True)
-class Court:
+class ExactRun:
     """A worker's engine, an auditor, and the bounds of an exact run."""
 
     contract: ProofContract
@@ -85,7 +76,7 @@ class Court:
 
     @property
     def wanted(self) -> list[GenerateRequest]:
-        return requests(HONEST, PROMPT, 64, SHAPE.vocab_size)
+        return exact_cases.requests(HONEST, PROMPT, 64, SHAPE.vocab_size)
 
     async def judged(self, items: Sequence[AuditItem], *, beside: bool = True) -> list[Judgement]:
         """Audit and judge each as a rollout of its own."""
@@ -101,7 +92,9 @@ class Court:
         """Work by other weights, which claims to be of OWN."""
         await self.engine.load(OTHER, state)
         try:
-            items = claiming(await play(self.engine, self.wanted[:CHEATED]), OWN)
+            items = exact_cases.claiming(
+                await exact_cases.play(self.engine, self.wanted[:CHEATED]), OWN
+            )
         finally:
             await self.engine.load(OWN, self.states[OWN])
         return await self.judged(items)
@@ -114,16 +107,16 @@ COURTS = {"mixture in bfloat16": ("bfloat16", MIXTURE), "dense in float32": ("fl
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=COURTS)
 async def court(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Court]:
+) -> AsyncIterator[ExactRun]:
     async with opened(tmp_path_factory.mktemp("model"), *COURTS[request.param]) as court:
         yield court
 
 
 @asynccontextmanager
-async def opened(directory: Path, dtype: str, shape: ModelCreateConfig) -> AsyncGenerator[Court]:
+async def opened(directory: Path, dtype: str, shape: ModelCreateConfig) -> AsyncGenerator[ExactRun]:
     """In a run that replays the routes of a mixture of experts."""
     first = make_qwen3(directory, 0, shape)
-    states = {OWN: first, NEXT: altered(first, stepped(1e-5))}
+    states = {OWN: first, NEXT: exact_cases.altered(first, exact_cases.stepped(1e-5))}
     config = EngineConfig(type="vllm", dtype=dtype, device="cpu", max_batch=64, max_model_len=256)  # pyright: ignore[reportArgumentType]
     told = RunConfig.model_validate(
         {"engine": config.model_dump(), "verification": {"numerics": "exact"}}
@@ -138,14 +131,14 @@ async def opened(directory: Path, dtype: str, shape: ModelCreateConfig) -> Async
             engine.start(directory, fingerprint="projection"), auditor.start(directory, run)
         )
         await engine.load(OWN, first)
-        yield Court(contract, run, directory, states, engine, auditor)
+        yield ExactRun(contract, run, directory, states, engine, auditor)
     finally:
         await engine.close()
         await auditor.close()
 
 
-async def test_honest_rollouts_are_equal_to_the_last_bit(court: Court) -> None:
-    items = await play(court.engine, court.wanted)
+async def test_honest_rollouts_are_equal_to_the_last_bit(court: ExactRun) -> None:
+    items = await exact_cases.play(court.engine, court.wanted)
     found = await court.judged(items)
     assert [one for one in found if one.reason or one.suspect] == []
     measures = measured(await court.auditor.audit(items, court.states))
@@ -154,10 +147,10 @@ async def test_honest_rollouts_are_equal_to_the_last_bit(court: Court) -> None:
     assert max(one.logprob_max for one in measures) < 1.6e-5
 
 
-async def test_honest_rollouts_that_cross_a_version_are_equal_too(court: Court) -> None:
+async def test_honest_rollouts_that_cross_a_version_are_equal_too(court: ExactRun) -> None:
     first, second = court.states[OWN], court.states[NEXT]
     before = court.engine.stats().generated_tokens
-    under_way = asyncio.create_task(play(court.engine, court.wanted[:CROSSED]))
+    under_way = asyncio.create_task(exact_cases.play(court.engine, court.wanted[:CROSSED]))
     while not under_way.done() and court.engine.stats().generated_tokens < before + 200:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     await court.engine.update(NEXT, second, changes(first, second))
@@ -168,40 +161,40 @@ async def test_honest_rollouts_that_cross_a_version_are_equal_too(court: Court) 
     assert [one for one in found if one.reason or one.suspect] == []
 
 
-async def test_a_temperature_3_percent_higher_is_rejected_at_once(court: Court) -> None:
+async def test_a_temperature_3_percent_higher_is_rejected_at_once(court: ExactRun) -> None:
     hot = [replace(one, temperature=1.03) for one in court.wanted[:CHEATED]]
-    found = await court.judged(await play(court.engine, hot))
+    found = await court.judged(await exact_cases.play(court.engine, hot))
     assert {one.reason for one in found} <= {Reason.BAD_SAMPLING, Reason.BAD_LOGPROBS}
 
 
-async def test_weights_one_step_of_a_small_rate_away_are_rejected_at_once(court: Court) -> None:
-    found = await court.cheated(altered(court.states[OWN], stepped(1e-6)))
+async def test_weights_one_step_of_a_small_rate_away_are_rejected_at_once(court: ExactRun) -> None:
+    found = await court.cheated(exact_cases.altered(court.states[OWN], exact_cases.stepped(1e-6)))
     assert {one.reason for one in found} == {Reason.WRONG_MODEL}
 
 
 async def test_weights_with_a_low_rank_change_of_a_percent_are_rejected_at_once(
-    court: Court,
+    court: ExactRun,
 ) -> None:
-    found = await court.cheated(altered(court.states[OWN], low_rank(0.01)))
+    found = await court.cheated(exact_cases.altered(court.states[OWN], exact_cases.low_rank(0.01)))
     assert {one.reason for one in found} == {Reason.WRONG_MODEL}
 
 
-async def test_work_of_the_next_version_is_not_that_of_this_one(court: Court) -> None:
+async def test_work_of_the_next_version_is_not_that_of_this_one(court: ExactRun) -> None:
     found = await court.cheated(court.states[NEXT])
     assert {one.reason for one in found} <= {Reason.WRONG_MODEL, Reason.WRONG_POLICY}
 
 
-async def test_logprobs_off_by_a_thousandth_are_rejected_at_once(court: Court) -> None:
-    items = await play(court.engine, court.wanted[:CHEATED])
-    found = await court.judged(shifted(items, 0.001))
+async def test_logprobs_off_by_a_thousandth_are_rejected_at_once(court: ExactRun) -> None:
+    items = await exact_cases.play(court.engine, court.wanted[:CHEATED])
+    found = await court.judged(exact_cases.shifted(items, 0.001))
     assert {one.reason for one in found} == {Reason.BAD_LOGPROBS}
 
 
 @pytest.mark.parametrize("court", ["dense in float32"], indirect=True, scope="module")
-async def test_the_second_best_of_a_near_tie_is_rejected_at_once(court: Court) -> None:
+async def test_the_second_best_of_a_near_tie_is_rejected_at_once(court: ExactRun) -> None:
     """One token a rollout, the nearest tie of 64: margins of 0.0002 to 0.05 nats; all else is true."""
-    items = await play(court.engine, court.wanted[:CHEATED])
-    tied = await near_ties(
+    items = await exact_cases.play(court.engine, court.wanted[:CHEATED])
+    tied = await exact_cases.near_ties(
         court.auditor, items, court.model_dir, court.states[OWN], dtype=court.contract.dtype
     )
     found = await court.judged(tied, beside=False)
@@ -210,11 +203,11 @@ async def test_the_second_best_of_a_near_tie_is_rejected_at_once(court: Court) -
 
 @pytest.mark.parametrize("court", ["mixture in bfloat16"], indirect=True, scope="module")
 async def test_routes_are_equal_to_the_last_bit_and_one_other_expert_is_rejected(
-    court: Court,
+    court: ExactRun,
 ) -> None:
     shape = court.run.routes
     assert shape is not None
-    items = await play(court.engine, court.wanted)
+    items = await exact_cases.play(court.engine, court.wanted)
     assert all(len(one.routes) == 64 * shape.token_bytes for one in items)
     measures = measured(await court.auditor.audit(items, court.states))
     assert {(one.routing, one.routing_max) for one in measures} == {(0, 0)}

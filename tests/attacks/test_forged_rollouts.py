@@ -56,25 +56,25 @@ def retold_by(branch: BranchRecord, head: PolicyHead) -> BranchRecord:
     return retold(branch, unpack_u32(branch.tokens)[2:], head)
 
 
-def drawn(branch: BranchRecord) -> int:
+def sampled_count(branch: BranchRecord) -> int:
     return sum(branch.sampled)
 
 
 FORGERIES: dict[str, tuple[Forge, Reason]] = {
     "logprobs of a sure thing": (
-        lambda b, h: replace(b, logprobs=pack_f32([-0.01] * drawn(b))),
+        lambda b, h: replace(b, logprobs=pack_f32([-0.01] * sampled_count(b))),
         Reason.BAD_LOGPROBS,
     ),
     "logprobs above zero": (
-        lambda b, h: replace(b, logprobs=pack_f32([2.0] * drawn(b))),
+        lambda b, h: replace(b, logprobs=pack_f32([2.0] * sampled_count(b))),
         Reason.BAD_LOGPROBS,
     ),
     "logprobs that are no numbers": (
-        lambda b, h: replace(b, logprobs=struct.pack("<f", float("nan")) * drawn(b)),
+        lambda b, h: replace(b, logprobs=struct.pack("<f", float("nan")) * sampled_count(b)),
         Reason.MALFORMED,
     ),
     "logprobs without bound": (
-        lambda b, h: replace(b, logprobs=struct.pack("<f", float("-inf")) * drawn(b)),
+        lambda b, h: replace(b, logprobs=struct.pack("<f", float("-inf")) * sampled_count(b)),
         Reason.MALFORMED,
     ),
     "fewer logprobs than tokens": (

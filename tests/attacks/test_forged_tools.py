@@ -18,17 +18,10 @@ from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.verification.auditor import AuditAnswer, AuditCall
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.verdict import ReceivedSubmission
+from primerl.protocol import rollouts
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import TaskRef
 from primerl.protocol.manifests import RunLimits
-from primerl.protocol.rollouts import (
-    BranchRecord,
-    GroupRecord,
-    RolloutRecord,
-    Submission,
-    pack_f32,
-    pack_u32,
-)
 
 replace = msgspec.structs.replace
 
@@ -40,15 +33,15 @@ class NoAudits:
         raise AssertionError("an audit")
 
 
-def told(token_ids: list[int], sampled: list[bool]) -> BranchRecord:
+def proved_branch(token_ids: list[int], sampled: list[bool]) -> rollouts.BranchRecord:
     """A branch as a worker sends it, each reply proved after what it claims to have read."""
     count = sum(sampled)
     branch = Branch(token_ids, sampled, [0.0] * len(sampled), 3, 3, "stop")
     proofs = [proof_of(head(3).state, token_ids[:end], start) for start, end in turn_spans(branch)]
-    return BranchRecord(
-        tokens=pack_u32(token_ids),
+    return rollouts.BranchRecord(
+        tokens=rollouts.pack_u32(token_ids),
         sampled=bytes(sampled),
-        logprobs=pack_f32([-1.0] * count),
+        logprobs=rollouts.pack_f32([-1.0] * count),
         policy_first=3,
         policy_last=3,
         finish="stop",
@@ -56,8 +49,8 @@ def told(token_ids: list[int], sampled: list[bool]) -> BranchRecord:
     )
 
 
-def honest(shown: Demonstration) -> BranchRecord:
-    return told(shown.token_ids, shown.sampled)
+def honest(shown: Demonstration) -> rollouts.BranchRecord:
+    return proved_branch(shown.token_ids, shown.sampled)
 
 
 def result_at(shown: Demonstration) -> int:
@@ -66,29 +59,33 @@ def result_at(shown: Demonstration) -> int:
     return before.index(ord(">"), shown.sampled.index(True) + len(asked)) + 1
 
 
-def another_result(shown: Demonstration) -> BranchRecord:
+def another_result(shown: Demonstration) -> rollouts.BranchRecord:
     """The tool says a number that the model then repeats: a wrong answer, claimed to be right."""
     ids, at = list(shown.token_ids), result_at(shown)
     ids[at] = ord("9") if ids[at] != ord("9") else ord("8")
-    return told(ids, shown.sampled)
+    return proved_branch(ids, shown.sampled)
 
 
-def longer_result(shown: Demonstration) -> BranchRecord:
+def longer_result(shown: Demonstration) -> rollouts.BranchRecord:
     """The tool says more than it did: a hint to the model."""
     ids, at = list(shown.token_ids), result_at(shown)
-    return told([*ids[:at], *b"1", *ids[at:]], [*shown.sampled[:at], False, *shown.sampled[at:]])
+    return proved_branch(
+        [*ids[:at], *b"1", *ids[at:]], [*shown.sampled[:at], False, *shown.sampled[at:]]
+    )
 
 
-def no_call(shown: Demonstration) -> BranchRecord:
+def no_call(shown: Demonstration) -> rollouts.BranchRecord:
     """The answer at once, as if it had been read somewhere."""
     (prompt, _), (_, answer) = shown.turns()
-    return told([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+    return proved_branch([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
-def sampled_result(shown: Demonstration) -> BranchRecord:
+def sampled_result(shown: Demonstration) -> rollouts.BranchRecord:
     """The model is said to have written the result itself, so that it is learned."""
     at = result_at(shown)
-    return told(list(shown.token_ids), [it or i == at for i, it in enumerate(shown.sampled)])
+    return proved_branch(
+        list(shown.token_ids), [it or i == at for i, it in enumerate(shown.sampled)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,7 @@ def sampled_result(shown: Demonstration) -> BranchRecord:
     ],
 )
 async def test_a_forged_result_of_a_tool_is_rejected_and_the_honest_one_accepted(
-    tmp_path: Path, forge: Callable[[Demonstration], BranchRecord], found: Reason | None
+    tmp_path: Path, forge: Callable[[Demonstration], rollouts.BranchRecord], found: Reason | None
 ) -> None:
     environment = VerifiersEnvironment(
         EnvironmentConfig(id="calculator", args={"max_value": 99, "steps": 1}),
@@ -121,8 +118,10 @@ async def test_a_forged_result_of_a_tool_is_rejected_and_the_honest_one_accepted
     shown = await environment.demonstration(task)
     assert shown is not None
     lease = replace(LEASE, tasks=(TaskRef(task.index, task.digest),), min_version=0, group_size=1)
-    group = GroupRecord(task.index, task.digest, (RolloutRecord((forge(shown),), 1.2, ""),))
-    submission = Submission(lease=b"", groups=(group,), engine="hf")
+    group = rollouts.GroupRecord(
+        task.index, task.digest, (rollouts.RolloutRecord((forge(shown),), 1.2, ""),)
+    )
+    submission = rollouts.Submission(lease=b"", groups=(group,), engine="hf")
     arrival = ReceivedSubmission(1, digest(b"bundle"), WORKER.node_id, b"", bytes(32))
     verifier = ListedVerifier(RUN, run, [environment], NoAudits(), {3: {}}, CopyDetector())
     verified = await verifier.verify(submission, lease, arrival, version=4, rate=0.0)

@@ -16,17 +16,8 @@ from primerl.node.p2p.connections import (
 )
 from primerl.node.p2p.rpc import Refused, receive_reply, send
 from primerl.node.p2p.transport import TransportError
+from primerl.protocol import messages
 from primerl.protocol.errors import Reason
-from primerl.protocol.messages import (
-    Accepted,
-    ChunkFollows,
-    GetChunk,
-    Heads,
-    RunEnded,
-    SubmitFrom,
-    WatchHeads,
-    Welcome,
-)
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, MAX_MESSAGE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -64,7 +55,7 @@ async def test_what_is_no_message_is_refused(siege: Swarm, alpn: bytes, name: st
     async with Rogue(siege, f"babbler {alpn} {name}") as rogue:
         stream = await (await rogue.connect(alpn)).open_stream()
         await stream.write(raw)
-        assert await reason_of(receive_reply(stream, Accepted)) == reason
+        assert await reason_of(receive_reply(stream, messages.Accepted)) == reason
 
 
 @pytest.mark.parametrize(
@@ -73,10 +64,10 @@ async def test_what_is_no_message_is_refused(siege: Swarm, alpn: bytes, name: st
         (Unheard(), ALPN_CONTROL),
         (Unheard(), ALPN_BLOBS),
         (WatchHeadsAndMore(), ALPN_CONTROL),
-        (GetChunk(bytes(32)), ALPN_CONTROL),
-        (WatchHeads(0, -1), ALPN_BLOBS),
-        (RunEnded("it is over"), ALPN_CONTROL),
-        (Welcome(b"", ""), ALPN_CONTROL),
+        (messages.GetChunk(bytes(32)), ALPN_CONTROL),
+        (messages.WatchHeads(0, -1), ALPN_BLOBS),
+        (messages.RunEnded("it is over"), ALPN_CONTROL),
+        (messages.Welcome(b"", ""), ALPN_CONTROL),
     ],
 )
 async def test_a_message_out_of_place_is_refused(
@@ -85,7 +76,7 @@ async def test_a_message_out_of_place_is_refused(
     async with Rogue(siege, f"confused {message} {alpn}") as rogue:
         stream = await (await rogue.connect(alpn)).open_stream()
         await send(stream, message)
-        assert await reason_of(receive_reply(stream, Accepted)) == Reason.MALFORMED
+        assert await reason_of(receive_reply(stream, messages.Accepted)) == Reason.MALFORMED
 
 
 async def test_a_chunk_that_is_not_there_is_refused_at_once(siege: Swarm) -> None:
@@ -94,8 +85,8 @@ async def test_a_chunk_that_is_not_there_is_refused_at_once(siege: Swarm) -> Non
         start = time.monotonic()
         for wait_ms in (0, 60_000):
             stream = await connection.open_stream()
-            await send(stream, GetChunk(b"?" * 32, wait_ms))
-            assert await reason_of(receive_reply(stream, ChunkFollows)) == Reason.NOT_FOUND
+            await send(stream, messages.GetChunk(b"?" * 32, wait_ms))
+            assert await reason_of(receive_reply(stream, messages.ChunkFollows)) == Reason.NOT_FOUND
         assert time.monotonic() - start < 30.0
 
 
@@ -131,7 +122,7 @@ async def test_streams_that_are_held_open_are_limited_and_others_are_served(sieg
         connection = await holder.control()
         watches = [await connection.open_stream() for _ in range(40)]
         for stream in watches:
-            await send(stream, WatchHeads(9, 9))
+            await send(stream, messages.WatchHeads(9, 9))
         assert await refusal(holder) == Reason.RATE_LIMITED
         assert (await calm.work()).lease_id
         for stream in watches:
@@ -148,7 +139,7 @@ async def test_connections_of_one_peer_are_limited_and_others_are_served(siege: 
 
 
 async def test_a_stream_that_ends_in_the_middle_harms_nobody(siege: Swarm) -> None:
-    whole = msgspec.msgpack.encode(WatchHeads(0, -1))
+    whole = msgspec.msgpack.encode(messages.WatchHeads(0, -1))
     async with Rogue(siege, "stutterer") as rogue:
         connection = await rogue.control()
         for piece in (b"", b"\x00", b"\x00\x00\x00\x20", b"\x00\x00\x00\x20" + whole[:5]):
@@ -156,5 +147,5 @@ async def test_a_stream_that_ends_in_the_middle_harms_nobody(siege: Swarm) -> No
             await stream.write(piece)
             await stream.finish()
             with pytest.raises(TransportError):
-                await receive_reply(stream, Heads | SubmitFrom)  # type: ignore[arg-type]
+                await receive_reply(stream, messages.Heads | messages.SubmitFrom)  # type: ignore[arg-type]
         assert await rogue.head()

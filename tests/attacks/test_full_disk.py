@@ -185,7 +185,7 @@ class BreakingEngine(WitnessEngine):
         raise EngineError("the engine broke")
 
 
-async def test_what_ended_a_worker_is_told_also_where_its_disk_is_full(
+async def test_the_cause_of_a_workers_end_is_reported_even_if_its_disk_is_full(
     tmp_path: Path, model_dir: Path
 ) -> None:
     async with Swarm(tmp_path, model_dir) as swarm:

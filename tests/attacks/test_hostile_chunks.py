@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from support.exchange_world import KIB, Bare, World, payload
+from support.exchange_world import KIB, Bare, ExchangeNetwork, payload
 from support.exchange_world import references as refs
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.crypto.hashing import digest
@@ -58,6 +59,7 @@ def say(held: bytes) -> Answer:
     ],
     ids=["too short", "too long", "a chunk beyond the last", "flood"],
 )
+@on_virtual_time
 async def test_impossible_news_of_chunks_cost_their_sender(answer: Answer, reason: Reason) -> None:
     chunks = payload(COUNT, SIZE)
 
@@ -66,7 +68,7 @@ async def test_impossible_news_of_chunks_cost_their_sender(answer: Answer, reaso
         assert isinstance(request, WatchChunks)
         await answer(stream)
 
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         bad = world.add("bad", handler=handler)
         origin.hold(chunks)
@@ -77,6 +79,7 @@ async def test_impossible_news_of_chunks_cost_their_sender(answer: Answer, reaso
 
 
 @pytest.mark.parametrize("lie", ["index", "size", "bytes"])
+@on_virtual_time
 async def test_an_origin_that_gives_what_was_not_asked_for_is_blamed_and_asked_again(
     lie: str,
 ) -> None:
@@ -93,7 +96,7 @@ async def test_an_origin_that_gives_what_was_not_asked_for_is_blamed_and_asked_a
         await stream.write(bytes(SIZE + 1))
         await stream.finish()
 
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         honest, worker = world.add("honest"), world.add("w0")
         origin = world.add("origin", handler=handler)
         honest.hold(chunks)
@@ -102,8 +105,9 @@ async def test_an_origin_that_gives_what_was_not_asked_for_is_blamed_and_asked_a
         assert worker.peers.get(origin.id).blamed == {Reason.WRONG_DIGEST: 1}
 
 
+@on_virtual_time
 async def test_a_request_for_something_unknown_is_refused_without_blame() -> None:
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         origin.hold(payload(3))
         connection = await dial(asker, origin)
@@ -115,8 +119,9 @@ async def test_a_request_for_something_unknown_is_refused_without_blame() -> Non
         assert not origin.peers.get(asker.id).blamed
 
 
+@on_virtual_time
 async def test_a_chunk_cannot_be_watched_twice() -> None:
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         connection = await dial(asker, origin)
         with pytest.raises(Refused) as refusal:
@@ -124,8 +129,9 @@ async def test_a_chunk_cannot_be_watched_twice() -> None:
         assert refusal.value.reason == Reason.MALFORMED
 
 
+@on_virtual_time
 async def test_watches_are_few_and_end_with_their_watcher() -> None:
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         connection = await dial(asker, origin)
         names = tuple(digest(number.to_bytes(2, "big")) for number in range(500))
@@ -148,9 +154,10 @@ async def test_watches_are_few_and_end_with_their_watcher() -> None:
         await until(lambda: not origin.arrivals.watched)
 
 
+@on_virtual_time
 async def test_a_peer_that_reads_nothing_cannot_keep_others_from_their_chunks() -> None:
     chunks = payload(4, 512 * KIB)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, greedy, worker = (world.add(name) for name in ("origin", "greedy", "w0"))
         origin.hold(chunks)
         connection = await dial(greedy, origin)
@@ -166,8 +173,9 @@ async def test_a_peer_that_reads_nothing_cannot_keep_others_from_their_chunks() 
             await stream.abort()
 
 
+@on_virtual_time
 async def test_bytes_after_a_watch_end_it() -> None:
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         stream = await (await dial(asker, origin)).open_stream()
         await send(stream, WatchChunks((bytes(32),)))
@@ -178,9 +186,10 @@ async def test_bytes_after_a_watch_end_it() -> None:
         await until(lambda: not origin.arrivals.watched)
 
 
+@on_virtual_time
 async def test_news_come_only_of_what_is_in_the_store() -> None:
     chunks = payload(2)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin"), world.add("w0")
         origin.hold(chunks[:1])
         stream = await (await dial(asker, origin)).open_stream()
@@ -193,6 +202,7 @@ async def test_news_come_only_of_what_is_in_the_store() -> None:
             await receive_reply(stream, HaveChunks)
 
 
+@on_virtual_time
 async def test_a_fault_after_a_chunk_was_announced_resets_the_stream() -> None:
     """A refusal there would be taken for the chunk's bytes."""
     chunks = payload(1, 512 * KIB)
@@ -201,7 +211,7 @@ async def test_a_fault_after_a_chunk_was_announced_resets_the_stream() -> None:
         async def pace(self, size: int) -> None:
             raise RemoteProtocolError(Reason.BUSY, "in the middle")
 
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, asker = world.add("origin", pacer=Failing(0)), world.add("w0")
         origin.hold(chunks)
         stream = await (await dial(asker, origin)).open_stream()

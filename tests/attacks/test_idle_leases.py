@@ -125,7 +125,7 @@ async def test_contributors_that_play_the_cheap_environment_alone_do_not_move_th
                 Contributor(swarm, f"cheap {number}", environments=(0,))
             )
             await rogue.hello()
-            task = asyncio.create_task(rogue.work_on())
+            task = asyncio.create_task(rogue.work_at_pace_of("honest"))
             stack.callback(task.cancel)
         version = (await swarm.trainer.status())["version"]
         await swarm.wait_step(version + 8, SOON)
@@ -161,13 +161,22 @@ async def test_a_worker_that_takes_back_its_right_answers_shifts_no_rewards_and_
                     await chooser.verdict(lease.lease_id)
                 await asyncio.sleep(0.02)
         assert chooser.key.node_id.hex()[:12] in named[0]
-        before = (await swarm.trainer.status())["rejected"].get("withdrawn", 0)
+        before, withdrawn = await withdrawals(swarm), 0
         async with asyncio.timeout(SOON):
-            while (await swarm.trainer.status())["rejected"]["withdrawn"] <= before:
+            while await withdrawals(swarm) <= before + withdrawn:  # its other answers go, too
                 for lease, sealed in await chooser.take():
-                    groups = map(without_right, await chooser.play(lease))
+                    groups = [without_right(group) for group in await chooser.play(lease)]
+                    withdrawn += sum(
+                        bool(rollout.error) for group in groups for rollout in group.rollouts
+                    )
                     await chooser.submit(chooser.bundle(sealed, groups), lease.lease_id)
+                    await chooser.verdict(lease.lease_id)
                 await asyncio.sleep(0.02)
+
+
+async def withdrawals(swarm: Swarm) -> int:
+    """Count the rollouts that the trainer rejected as taken back."""
+    return (await swarm.trainer.status())["rejected"].get("withdrawn", 0)
 
 
 def without_right(group: GroupRecord) -> GroupRecord:

@@ -9,23 +9,13 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload
+from support import lying_holders
+from support.exchange_world import KIB, Bare, ExchangeNetwork, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
-from support.lying_holders import (
-    LineHolder,
-    Ploy,
-    be_busy,
-    busy_after,
-    claiming,
-    in_turn,
-    keep_in_line,
-    late,
-    stay_silent,
-    trickle,
-)
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 from support.swarm import Swarm
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 from support.witness import Fakes
 
@@ -43,28 +33,34 @@ from primerl.protocol.version import MAX_MESSAGE
 Talk = Callable[[Stream], Awaitable[bytes]]
 SIZE = 32 * KIB
 SOON = 60.0
-PLOYS: dict[str, Ploy] = {
-    "in line": keep_in_line,
-    "silent": stay_silent,
-    "busy": be_busy,
-    "busy after a line": busy_after(0.5),
-    "a trickle": trickle(SIZE, 1.0),
-    "in turn": in_turn(keep_in_line, be_busy, stay_silent, busy_after(1.0)),
+PLOYS: dict[str, lying_holders.Ploy] = {
+    "in line": lying_holders.keep_in_line,
+    "silent": lying_holders.stay_silent,
+    "busy": lying_holders.be_busy,
+    "busy after a line": lying_holders.busy_after(0.5),
+    "a trickle": lying_holders.trickle(SIZE, 1.0),
+    "in turn": lying_holders.in_turn(
+        lying_holders.keep_in_line,
+        lying_holders.be_busy,
+        lying_holders.stay_silent,
+        lying_holders.busy_after(1.0),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PLOYS)
+@on_virtual_time
 async def test_whoever_lets_versions_wait_again_and_again_is_not_asked_for_the_next(
     name: str,
 ) -> None:
     """Before, a liar was asked for each version anew, and each one waited for it."""
     asked: Counter[str] = Counter()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         liars = [
             world.add(
                 f"liar{number}",
-                handler=claiming(PLOYS[name], asked=lambda _: asked.update(["liar"])),
+                handler=lying_holders.claiming(PLOYS[name], asked=lambda _: asked.update(["liar"])),
             )
             for number in range(4)
         ]
@@ -95,17 +91,18 @@ async def fetch(worker: Bare, version: int, line: list[Bare], origin: Bare) -> N
     assert worker.holds(refs(chunks))
 
 
+@on_virtual_time
 async def test_half_of_forty_neighbours_that_do_their_worst_cost_an_honest_swarm_no_chunk() -> None:
     chunks = payload(40, SIZE)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks)
         store = MemoryStore(max_bytes=1 << 30)
         for chunk in chunks:
             store.put(chunk)
-        ploys = [*PLOYS.values(), late(store, 1.0)]
+        ploys = [*PLOYS.values(), lying_holders.late(store, 1.0)]
         liars = [
-            world.add(f"l{number}", handler=claiming(ploys[number % len(ploys)]))
+            world.add(f"l{number}", handler=lying_holders.claiming(ploys[number % len(ploys)]))
             for number in range(20)
         ]
         honest = [world.add(f"w{number}") for number in range(1, 21)]
@@ -118,11 +115,12 @@ async def test_half_of_forty_neighbours_that_do_their_worst_cost_an_honest_swarm
         assert sum(worker.fetcher.fetched[one.id] for one in honest) >= 20 * SIZE
 
 
+@on_virtual_time
 async def test_a_holder_whom_many_ask_at_once_is_honest_and_is_not_passed_over() -> None:
     """The control: its line is long, but it moves."""
     chunks = payload(6, SIZE)
     rates = {node_id("holder"): 24.0 * SIZE, node_id("origin"): 6.0 * SIZE}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, holder = world.add("origin"), world.add("holder")
         workers = [world.add(f"w{number}") for number in range(16)]
         for one in (origin, holder):
@@ -138,15 +136,16 @@ async def test_a_holder_whom_many_ask_at_once_is_honest_and_is_not_passed_over()
         assert copies_sent(holder, refs(chunks)) > copies_sent(origin, refs(chunks))
 
 
+@on_virtual_time
 async def test_a_line_ends_after_a_time_and_to_be_in_it_is_no_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before, a line lasted for 240 beats of up to 2 s, and each counted as progress."""
     monkeypatch.setattr("primerl.node.p2p.chunk_client.LINE_S", 0.5)
     (chunk,) = refs(payload(1, SIZE))
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         worker = world.add("w0")
-        liar = world.add("liar", handler=claiming(keep_in_line))
+        liar = world.add("liar", handler=lying_holders.claiming(lying_holders.keep_in_line))
         worker.peers.hint(liar.id, liar.transport.addresses())
         download = ChunkDownload(liar.id, 0.0, 0.0, chunk=chunk)
         async with asyncio.timeout(SOON):
@@ -179,6 +178,7 @@ class BeatingStream:
         """Nothing to reset."""
 
 
+@on_virtual_time
 async def test_over_tcp_too_a_line_ends_after_a_time_and_counts_as_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,6 +195,7 @@ async def test_over_tcp_too_a_line_ends_after_a_time_and_counts_as_busy(
     assert refusal.value.reason == Reason.BUSY
 
 
+@on_virtual_time
 async def test_over_tcp_no_line_at_others_keeps_us_from_the_trainer() -> None:
     """Before, the trainer and all others shared four slots."""
     data = payload(1, SIZE)[0]
@@ -233,7 +234,7 @@ async def test_a_run_goes_on_and_newcomers_join_it_beside_keys_that_only_keep_ot
     ):
         await swarm.start_trainer()
         liars = [
-            await stack.enter_async_context(LineHolder(swarm, f"liar{number}"))
+            await stack.enter_async_context(lying_holders.LineHolder(swarm, f"liar{number}"))
             for number in range(3)
         ]
         for name in ("w1", "w2"):

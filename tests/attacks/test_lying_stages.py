@@ -30,18 +30,13 @@ from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.local_audits import LocalAudits
 from primerl.node.verification.verdict import ReceivedSubmission, Verified
 from primerl.node.worker.rollouts import branch_record, crossed
+from primerl.protocol import rollouts
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
 from primerl.protocol.manifests import RunLimits
 from primerl.protocol.pipelines import Stage
 from primerl.protocol.reputation import Reputation, ban_test
-from primerl.protocol.rollouts import (
-    GroupRecord,
-    PipelineVerdict,
-    RolloutRecord,
-    Submission,
-)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -79,7 +74,7 @@ class OneTask:
         return Score(1.0)
 
 
-class Court:
+class AuditedModel:
     """A model, honest text, and a trainer that audits it all."""
 
     def __init__(self, case: Case, texts: list[AuditItem], core: PrefillCore) -> None:
@@ -101,10 +96,11 @@ class Court:
         episodes = [Episode([_branch(item)], Score(1.0)) for item in items]
         plan, parts = crossed([episodes])
         records = tuple(
-            RolloutRecord((branch_record(episode.branches[0]),), 1.0, "") for episode in episodes
+            rollouts.RolloutRecord((branch_record(episode.branches[0]),), 1.0, "")
+            for episode in episodes
         )
-        group = GroupRecord(TASK.index, TASK.digest, records)
-        submission = Submission(b"", (group,), "hf", plan, parts)
+        group = rollouts.GroupRecord(TASK.index, TASK.digest, records)
+        submission = rollouts.Submission(b"", (group,), "hf", plan, parts)
         verifier = ListedVerifier(
             RUN,
             self.case.run,
@@ -140,7 +136,7 @@ def _branch(item: AuditItem) -> Branch:
 
 def blamed(verified: Verified) -> list[tuple[int, ...]]:
     """Return the stage that each rollout's verdict blames."""
-    assert isinstance(verified.verdict.pipeline, PipelineVerdict)
+    assert isinstance(verified.verdict.pipeline, rollouts.PipelineVerdict)
     assert verified.verdict.pipeline.stages == tuple(key.node_id for key in STAGES)
     return [one.stages for one in verified.verdict.pipeline.blamed]
 
@@ -168,7 +164,7 @@ async def _texts(case: Case) -> list[AuditItem]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Court]:
+async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AuditedModel]:
     case = await make_case(tmp_path_factory.mktemp("deep"), "float32", make_deep)
     reject, suspect = BUILT_IN["float32"]
     run = structs.replace(
@@ -182,19 +178,19 @@ async def opened(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cour
     case = replace(case, run=run)
     core = PrefillCore(FP32)
     await core.start(case.model_dir, run)
-    yield Court(case, await _texts(case), core)
+    yield AuditedModel(case, await _texts(case), core)
     await core.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def court(opened: Court) -> Court:
+async def court(opened: AuditedModel) -> AuditedModel:
     """Without memory of earlier tests."""
     opened.peers.clear()
     opened.parted.clear()
     return opened
 
 
-async def test_honest_stages_are_accepted_and_nobody_is_named(court: Court) -> None:
+async def test_honest_stages_are_accepted_and_nobody_is_named(court: AuditedModel) -> None:
     verified = await court.judge(court.items())
     assert (verified.verdict.accepted, verified.rejections) == (ROLLOUTS, [])
     assert blamed(verified) == []
@@ -204,7 +200,7 @@ async def test_honest_stages_are_accepted_and_nobody_is_named(court: Court) -> N
 
 @pytest.mark.parametrize("liar", [1, 2])
 async def test_a_stage_with_coarse_weights_is_named_and_its_group_goes_on_without_it(
-    court: Court, liar: int
+    court: AuditedModel, liar: int
 ) -> None:
     verified = await court.judge(court.items(liar))
     assert verified.verdict.accepted == 0
@@ -216,7 +212,9 @@ async def test_a_stage_with_coarse_weights_is_named_and_its_group_goes_on_withou
     assert not any(court.peers[node].banned for node in honest)
 
 
-async def test_a_first_stage_with_coarse_weights_is_banned_like_any_worker(court: Court) -> None:
+async def test_a_first_stage_with_coarse_weights_is_banned_like_any_worker(
+    court: AuditedModel,
+) -> None:
     verified = await court.judge(court.items(0))
     assert blamed(verified) == [(0,)] * ROLLOUTS
     assert court.peers[STAGES[0].node_id].banned
@@ -224,7 +222,7 @@ async def test_a_first_stage_with_coarse_weights_is_banned_like_any_worker(court
 
 
 async def test_a_first_stage_that_says_nothing_of_its_stages_answers_for_them(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     silent = [replace(item, boundaries=()) for item in court.items(2)]
     verified = await court.judge(silent)
@@ -235,7 +233,7 @@ async def test_a_first_stage_that_says_nothing_of_its_stages_answers_for_them(
 
 
 async def test_a_liar_that_copies_what_was_said_before_it_is_named_all_the_same(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     """The liar copies the previous stage's fingerprints for its own states."""
     copied = [
@@ -252,7 +250,7 @@ async def test_a_liar_that_copies_what_was_said_before_it_is_named_all_the_same(
 
 
 async def test_a_first_stage_that_frames_another_one_is_believed_once_but_bans_nobody(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     """What remains: its own weights are coarse, and it states an honest boundary of its own."""
     honest, lying = court.items(), court.items(0)
@@ -267,7 +265,7 @@ async def test_a_first_stage_that_frames_another_one_is_believed_once_but_bans_n
 
 
 async def test_scribbling_on_the_trail_of_right_rollouts_costs_no_rollout_and_names_nobody(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     scribbled = [
         replace(
@@ -286,7 +284,7 @@ async def test_scribbling_on_the_trail_of_right_rollouts_costs_no_rollout_and_na
 
 
 async def test_the_last_stage_that_draws_as_it_likes_shares_the_doubt_with_the_first(
-    court: Court,
+    court: AuditedModel,
 ) -> None:
     forged = [
         replace(item, logprobs=[value - 0.5 for value in item.logprobs]) for item in court.items()

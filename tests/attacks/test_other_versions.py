@@ -67,7 +67,7 @@ async def test_a_hello_of_this_version_with_unknown_fields_is_malformed(siege: S
 
 
 @pytest.mark.parametrize("off", [-7200, -CLOCK_SKEW_S - 30, CLOCK_SKEW_S + 30, 86400])
-async def test_a_node_whose_clock_is_off_is_told_by_how_much(siege: Swarm, off: int) -> None:
+async def test_a_node_whose_clock_is_off_learns_by_how_much(siege: Swarm, off: int) -> None:
     async with Rogue(siege, f"late riser {off}") as rogue:
         hello = Hello(
             WIRE_VERSION,

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from support.bare_node import serving
 from support.memory_network import MemoryNetwork
 from support.ring_cases import (
     LIMITS,
@@ -24,24 +25,14 @@ from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.connections import Router, no_pipelines
-from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.connections import no_pipelines
 from primerl.node.p2p.rpc import Refused, ask, receive_reply, send
 from primerl.node.p2p.transport import Connection, Stream, TransportError
 from primerl.node.pipeline import acceptor as acceptor_module
 from primerl.node.pipeline.frames import MAX_HEAD, Frame, FrameLimits, Kind, encode
+from primerl.protocol import messages
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
-from primerl.protocol.messages import (
-    MAX_PROBE,
-    Accepted,
-    GetHeads,
-    Message,
-    OpenLine,
-    Prepared,
-    PrepareVersion,
-    Probe,
-)
 from primerl.protocol.version import ALPN_PIPELINE
 
 DEADLINE_S = 60.0
@@ -77,17 +68,19 @@ class Rogue:
             )
         return self._open[rank]
 
-    async def ask(self, rank: int, request: Message, kind: type[Message] = Accepted) -> Message:
+    async def ask(
+        self, rank: int, request: messages.Message, kind: type[messages.Message] = messages.Accepted
+    ) -> messages.Message:
         return await ask(await self.connect(rank), request, kind, deadline=DEADLINE_S)
 
     async def open(self, rank: int, plan: bytes | None = None, epoch: int = LATER) -> Stream:
         """Open a link to a stage."""
         stream = await (await self.connect(rank)).open_stream()
-        await send(stream, OpenLine(plan or sealed(self.chain.plan), epoch))
-        await soon(receive_reply(stream, Accepted))
+        await send(stream, messages.OpenLine(plan or sealed(self.chain.plan), epoch))
+        await soon(receive_reply(stream, messages.Accepted))
         return stream
 
-    async def reason(self, rank: int, request: Message) -> Reason:
+    async def reason(self, rank: int, request: messages.Message) -> Reason:
         with pytest.raises(Refused) as caught:
             await self.ask(rank, request)
         return caught.value.reason
@@ -104,9 +97,9 @@ async def test_a_stranger_opens_no_line_and_measures_nothing(made: Chain) -> Non
     genuine = sealed(made.plan)
     group, generation = made.plan.group, made.plan.generation
     for rank in range(3):
-        assert await rogue.reason(rank, OpenLine(genuine, LATER)) is Reason.NOT_ADMITTED
-        assert await rogue.reason(rank, Probe()) is Reason.NOT_ADMITTED
-        prepare = PrepareVersion(group, generation, 0, 0)
+        assert await rogue.reason(rank, messages.OpenLine(genuine, LATER)) is Reason.NOT_ADMITTED
+        assert await rogue.reason(rank, messages.Probe()) is Reason.NOT_ADMITTED
+        prepare = messages.PrepareVersion(group, generation, 0, 0)
         assert await rogue.reason(rank, prepare) is Reason.NOT_ADMITTED
     assert await works(made)
     assert made.rings[0].stats().breaks == 0
@@ -115,44 +108,43 @@ async def test_a_stranger_opens_no_line_and_measures_nothing(made: Chain) -> Non
 async def test_a_node_that_shares_no_model_says_so_to_everybody() -> None:
     network = MemoryNetwork()
     near, far = (network.transport(key_of(number).node_id) for number in (1, 2))
-    handlers = {ALPN_PIPELINE: no_pipelines}
-    router = Router(far, PeerTable(), handlers, max_streams_per_peer=4, max_peers=4)
-    serving = asyncio.create_task(router.run())
-    connection = await near.connect(
-        far.node_id, far.addresses(), ALPN_PIPELINE, deadline=DEADLINE_S
-    )
-    with pytest.raises(Refused) as caught:
-        await ask(connection, Probe(), Probe, deadline=DEADLINE_S)
-    assert caught.value.reason is Reason.NOT_ADMITTED
+    async with serving(far, {ALPN_PIPELINE: no_pipelines}):
+        connection = await near.connect(
+            far.node_id, far.addresses(), ALPN_PIPELINE, deadline=DEADLINE_S
+        )
+        with pytest.raises(Refused) as caught:
+            await ask(connection, messages.Probe(), messages.Probe, deadline=DEADLINE_S)
+        assert caught.value.reason is Reason.NOT_ADMITTED
     await near.close()
-    await far.close()
-    await serving
 
 
 async def test_a_plan_that_the_trainer_did_not_sign_is_worth_nothing(made: Chain) -> None:
     rogue = await Rogue.join(made)
     own = plan([rogue.node.key.node_id, made.keys[1].node_id], group="mine")
     forged = sealed(own, key=rogue.node.key)
-    assert await rogue.reason(1, OpenLine(forged, LATER)) is Reason.WRONG_SIGNER
+    assert await rogue.reason(1, messages.OpenLine(forged, LATER)) is Reason.WRONG_SIGNER
     elsewhere = sealed(own, run=digest(b"another run"))
-    assert await rogue.reason(1, OpenLine(elsewhere, LATER)) is Reason.WRONG_RUN
+    assert await rogue.reason(1, messages.OpenLine(elsewhere, LATER)) is Reason.WRONG_RUN
     over = sealed(own, lasts_s=-3600)
-    assert await rogue.reason(1, OpenLine(over, LATER)) is Reason.EXPIRED
+    assert await rogue.reason(1, messages.OpenLine(over, LATER)) is Reason.EXPIRED
     lease = seal(TRAINER, Purpose.LEASE, RUN, own, expires=int(time.time()) + 600)
-    assert await rogue.reason(1, OpenLine(lease, LATER)) is Reason.WRONG_PURPOSE
-    assert await rogue.reason(1, OpenLine(b"\xc1", LATER)) is Reason.MALFORMED
+    assert await rogue.reason(1, messages.OpenLine(lease, LATER)) is Reason.WRONG_PURPOSE
+    assert await rogue.reason(1, messages.OpenLine(b"\xc1", LATER)) is Reason.MALFORMED
 
 
 async def test_a_plan_of_nonsense_is_refused_under_any_signature(made: Chain) -> None:
     rogue = await Rogue.join(made)
     me, victim = rogue.node.key.node_id, made.keys[1].node_id
-    assert await rogue.reason(1, OpenLine(sealed(plan([me, victim, me])), 1)) is Reason.MALFORMED
+    assert (
+        await rogue.reason(1, messages.OpenLine(sealed(plan([me, victim, me])), 1))
+        is Reason.MALFORMED
+    )
 
 
 async def test_a_stage_opens_a_line_only_to_the_one_after_it(made: Chain) -> None:
     for rank, target in ((0, 2), (1, 0), (2, 1)):
         rogue = await Rogue.join(made, made.keys[rank])
-        asked = OpenLine(sealed(made.plan), LATER)
+        asked = messages.OpenLine(sealed(made.plan), LATER)
         assert await rogue.reason(target, asked) is Reason.NOT_ADMITTED
 
 
@@ -160,10 +152,10 @@ async def test_an_older_generation_counts_no_more(made: Chain) -> None:
     rogue = await Rogue.join(made, made.keys[0])
     nodes = [key.node_id for key in made.keys]
     made.nodes[1].acceptor.admit(sealed(plan(nodes, generation=1)))
-    assert await rogue.reason(1, OpenLine(sealed(made.plan), LATER)) is Reason.ROLLBACK
+    assert await rogue.reason(1, messages.OpenLine(sealed(made.plan), LATER)) is Reason.ROLLBACK
 
 
-async def test_a_link_of_a_newer_plan_is_refused_for_now_and_the_plan_told_once(
+async def test_a_link_of_a_newer_plan_is_refused_for_now_and_the_plan_passed_on_once(
     made: Chain,
 ) -> None:
     rogue = await Rogue.join(made, made.keys[0])
@@ -171,7 +163,7 @@ async def test_a_link_of_a_newer_plan_is_refused_for_now_and_the_plan_told_once(
     made.nodes[1].acceptor.newer = told.append
     newer = sealed(plan([key.node_id for key in made.keys], generation=1))
     for _ in range(2):
-        assert await rogue.reason(1, OpenLine(newer, LATER)) is Reason.NOT_YET
+        assert await rogue.reason(1, messages.OpenLine(newer, LATER)) is Reason.NOT_YET
     assert told == [newer]
 
 
@@ -179,31 +171,31 @@ async def test_two_plans_of_one_generation_are_refused(made: Chain) -> None:
     rogue = await Rogue.join(made, made.keys[0])
     nodes = [key.node_id for key in made.keys]
     other = sealed(plan([nodes[0], nodes[1]]))
-    assert await rogue.reason(1, OpenLine(other, LATER)) is Reason.EQUIVOCATION
+    assert await rogue.reason(1, messages.OpenLine(other, LATER)) is Reason.EQUIVOCATION
 
 
 async def test_only_the_first_stage_has_others_prepare(made: Chain) -> None:
-    asked: list[PrepareVersion] = []
+    asked: list[messages.PrepareVersion] = []
 
-    async def prepare(request: PrepareVersion) -> None:
+    async def prepare(request: messages.PrepareVersion) -> None:
         asked.append(request)
 
     made.nodes[2].acceptor.attach(made.rings[2], prepare)
-    request = PrepareVersion(made.plan.group, 0, 1, 7)
+    request = messages.PrepareVersion(made.plan.group, 0, 1, 7)
     follower = await Rogue.join(made, made.keys[1])
     assert await follower.reason(2, request) is Reason.NOT_ADMITTED
     leader = await Rogue.join(made, made.keys[0])
-    assert await leader.ask(2, request, Prepared) == Prepared(7)
+    assert await leader.ask(2, request, messages.Prepared) == messages.Prepared(7)
     assert asked == [request]
-    later = PrepareVersion(made.plan.group, 1, 1, 7)
+    later = messages.PrepareVersion(made.plan.group, 1, 1, 7)
     assert await leader.reason(2, later) is Reason.NOT_YET
 
 
 async def test_a_line_that_was_replaced_is_not_opened_again(made: Chain) -> None:
     rogue = await Rogue.join(made, made.keys[0])
     line = await rogue.open(1)
-    assert await rogue.reason(1, OpenLine(sealed(made.plan), LATER)) is Reason.REPLAYED
-    assert await rogue.reason(1, OpenLine(sealed(made.plan), 5)) is Reason.REPLAYED
+    assert await rogue.reason(1, messages.OpenLine(sealed(made.plan), LATER)) is Reason.REPLAYED
+    assert await rogue.reason(1, messages.OpenLine(sealed(made.plan), 5)) is Reason.REPLAYED
     await line.abort()
     assert await works(made)
 
@@ -235,7 +227,7 @@ async def test_what_is_no_frame_ends_the_line_and_the_neighbours_go_on(
     stream = await rogue.open(1, epoch=int((time.time() + AHEAD_S) * 1000))
     await stream.write(raw)
     with pytest.raises(Refused) as caught:
-        await soon(receive_reply(stream, Accepted))
+        await soon(receive_reply(stream, messages.Accepted))
     assert caught.value.reason is reason
     assert await works(made)
 
@@ -269,15 +261,15 @@ async def test_a_request_that_never_comes_is_not_waited_for(
 async def test_a_stranger_has_no_large_request_read(made: Chain) -> None:
     rogue = await Rogue.join(made)
     stream = await (await rogue.connect(1)).open_stream()
-    await stream.write(MAX_PROBE.to_bytes(4, "big"))
+    await stream.write(messages.MAX_PROBE.to_bytes(4, "big"))
     with pytest.raises(Refused) as caught:
-        await soon(receive_reply(stream, Accepted))
+        await soon(receive_reply(stream, messages.Accepted))
     assert caught.value.reason is Reason.TOO_LARGE
 
 
 async def test_what_belongs_on_another_alpn_is_refused(made: Chain) -> None:
     rogue = await Rogue.join(made, made.keys[0])
-    assert await rogue.reason(1, GetHeads(-1)) is Reason.MALFORMED
+    assert await rogue.reason(1, messages.GetHeads(-1)) is Reason.MALFORMED
 
 
 async def test_probes_are_answered_to_those_who_may_share_a_model_and_not_for_ever(
@@ -285,14 +277,14 @@ async def test_probes_are_answered_to_those_who_may_share_a_model_and_not_for_ev
 ) -> None:
     rogue = await Rogue.join(made)
     made.nodes[1].acceptor.allow([rogue.node.key.node_id])
-    full = Probe(bytes(1000), MAX_PROBE)
-    answer = await rogue.ask(1, full, Probe)
-    assert isinstance(answer, Probe)
-    assert len(answer.payload) == MAX_PROBE
+    full = messages.Probe(bytes(1000), messages.MAX_PROBE)
+    answer = await rogue.ask(1, full, messages.Probe)
+    assert isinstance(answer, messages.Probe)
+    assert len(answer.payload) == messages.MAX_PROBE
     reasons = set[Reason]()
     for _ in range(40):
         try:
-            await rogue.ask(1, full, Probe)
+            await rogue.ask(1, full, messages.Probe)
         except Refused as error:
             reasons.add(error.reason)
     assert reasons == {Reason.RATE_LIMITED}

@@ -112,7 +112,9 @@ async def says(prompt: Sequence[int], turn: int) -> Completion:
     return Completion([40, STOP], [-1.0, -1.0], "stop", 0, 0)
 
 
-async def played(moods: str, sandbox: Sandbox, **options: float) -> tuple[dict[str, str], int]:
+async def errors_of_moods(
+    moods: str, sandbox: Sandbox, **options: float
+) -> tuple[dict[str, str], int]:
     """The error of one rollout of each mood, played at once with a good one; and how often it was restarted."""
     async with hosted(f"{moods} good", sandbox, **options) as environment:
         names = moods.split()
@@ -134,7 +136,7 @@ async def test_what_a_worker_refuses_costs_its_rollout_and_nothing_else(
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         monkeypatch.setenv("HOSTILE_PORT", str(server.getsockname()[1]))
-        errors, restarts = await played(f"{refused} allocates", made(kind))
+        errors, restarts = await errors_of_moods(f"{refused} allocates", made(kind))
         with pytest.raises(TimeoutError):
             server.accept()
     assert "MemoryError" in errors.pop("allocates")
@@ -146,7 +148,7 @@ async def test_what_a_worker_refuses_costs_its_rollout_and_nothing_else(
 async def test_what_takes_its_process_along_costs_its_rollout_and_the_process_comes_back(
     kind: SandboxType,
 ) -> None:
-    errors, restarts = await played("exits dies spins hangs", made(kind), timeout_s=1.5)
+    errors, restarts = await errors_of_moods("exits dies spins hangs", made(kind), timeout_s=1.5)
     assert "ended with exit code 3" in errors["exits"]
     assert "crashed (SIGSEGV)" in errors["dies"]
     assert "did not return within 0:00:01.5" in errors["spins"]
@@ -159,7 +161,7 @@ async def test_too_many_processes_and_too_much_memory_cost_their_rollouts(
     kind: SandboxType,
 ) -> None:
     sandbox = choose(SandboxConfig(type=kind, processes=16, memory_gib=0.5))
-    errors, restarts = await played("runs holds forks bombs hoards shares", sandbox)
+    errors, restarts = await errors_of_moods("runs holds forks bombs hoards shares", sandbox)
     assert (errors["runs"], errors["holds"], errors["forks"]) == ("", "", "")
     assert "more than 16 processes running" in errors["bombs"]
     assert "hold more than 0.5 GiB" in errors["hoards"]
@@ -246,7 +248,9 @@ def got_through(errors: Mapping[str, str]) -> dict[str, str]:
 async def test_no_sandbox_lets_an_environment_reach_its_node_or_the_kernel(
     kind: SandboxType, secret: Path
 ) -> None:
-    errors, restarts = await played(" ".join(["works", *MEMORY, *CALLS, "ends"]), made(kind))
+    errors, restarts = await errors_of_moods(
+        " ".join(["works", *MEMORY, *CALLS, "ends"]), made(kind)
+    )
     assert errors.pop("works") == ""
     assert got_through(errors) == {}
     assert restarts == 0
@@ -255,7 +259,9 @@ async def test_no_sandbox_lets_an_environment_reach_its_node_or_the_kernel(
 async def test_what_confines_files_shows_no_key_and_takes_no_file(
     shut: SandboxType, secret: Path
 ) -> None:
-    errors, restarts = await played(" ".join(["works", "changes-modes", *FILES]), made(shut))
+    errors, restarts = await errors_of_moods(
+        " ".join(["works", "changes-modes", *FILES]), made(shut)
+    )
     assert errors.pop("works") == ""
     errors.pop("changes-modes")  # refused, or without effect
     if shut == "bubblewrap":
@@ -342,7 +348,7 @@ def playable(name: str) -> bool:
 
 
 async def test_bubblewrap_shows_no_other_process_and_limits_what_is_written(secret: Path) -> None:
-    errors, restarts = await played("looks fills", made("bubblewrap"))
+    errors, restarts = await errors_of_moods("looks fills", made("bubblewrap"))
     assert "nobody else is there" in errors["looks"]
     assert "no room anywhere" in errors["fills"]
     assert restarts == 0
@@ -355,7 +361,7 @@ async def test_landlock_limits_what_is_written_and_leaves_nothing_of_it(
     monkeypatch.setattr("tempfile.tempdir", None)
     left = secret.parents[1] / f"{SCRATCH_PREFIX}of-a-killed-node"
     (left / "deep").mkdir(parents=True)
-    errors, restarts = await played("pours", made("landlock"))
+    errors, restarts = await errors_of_moods("pours", made("landlock"))
     assert "more than 512 MiB" in errors["pours"]
     assert restarts == 1
     assert not [path.name for path in secret.parents[1].glob(f"{SCRATCH_PREFIX}*")]
@@ -379,16 +385,16 @@ async def test_what_is_readable_stays_as_it_is_and_a_node_in_it_is_hidden(
     shut: SandboxType, secret: Path
 ) -> None:
     config = WorkerSandboxConfig(type=shut, readable=[secret.parents[1]])
-    errors, _ = await played("steals writes removes", choose(config))
+    errors, _ = await errors_of_moods("steals writes removes", choose(config))
     assert list(got_through(errors)) == ["steals"]
-    errors, _ = await played("steals writes", choose(config, [secret.parent]))
+    errors, _ = await errors_of_moods("steals writes", choose(config, [secret.parent]))
     assert got_through(errors) == {}
     assert untouched(secret)
 
 
 async def test_limits_alone_leave_files_open_and_say_so(secret: Path) -> None:
     sandbox = choose(WorkerSandboxConfig(type="limits"))
-    assert await played("steals writes", sandbox) == ({"steals": "", "writes": ""}, 0)
+    assert await errors_of_moods("steals writes", sandbox) == ({"steals": "", "writes": ""}, 0)
     assert OPEN_FILES in str(sandbox)
 
 
@@ -445,7 +451,7 @@ async def test_with_neither_only_bundled_environments_run_unless_the_owner_says_
             pytest.fail("it was started")
     assert not sandbox.refusal("reverse-text")
     by_name = choose(WorkerSandboxConfig(type="limits"), landlock=0)
-    assert await played("", by_name) == ({}, 0)
+    assert await errors_of_moods("", by_name) == ({}, 0)
     with pytest.raises(UsageError, match="this kernel has no Landlock"):
         choose(WorkerSandboxConfig(type="landlock"), landlock=0)
 
@@ -457,7 +463,7 @@ async def test_each_version_of_landlock_shuts_files(version: int, secret: Path) 
         pytest.skip(f"this kernel has Landlock {landlock_version()}")
     sandbox = choose(WorkerSandboxConfig(type="landlock", processes=4), landlock=version)
     assert ("can signal other programs" in str(sandbox)) == (version < 6)
-    errors, _ = await played(" ".join(["works", "runs", *FILES]), sandbox)
+    errors, _ = await errors_of_moods(" ".join(["works", "runs", *FILES]), sandbox)
     assert (errors.pop("works"), errors.pop("runs")) == ("", "")
     assert got_through(errors) == {}
     assert untouched(secret)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.hostile import Rogue, altered, reason_of, soon
 from support.memory_network import MemoryNetwork
 from support.protocol_cases import LEASE, RUN, TRAINER, WORKER

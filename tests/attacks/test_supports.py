@@ -12,18 +12,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from msgspec import structs
+from support import protocol_cases
 from support.auditor_cases import OWN, Case, generate, make_case, measured
 from support.engine_cases import FP32, SHAPE, make_qwen3
 from support.prefill_core import PrefillCore
-from support.protocol_cases import (
-    BRANCH,
-    LEASE,
-    MANIFEST,
-    NARROWED,
-    PLAN,
-    SUBMISSION,
-    SUPPORTED_BRANCH,
-)
 
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.vllm_arguments import is_installed
@@ -209,10 +201,10 @@ async def test_draws_from_all_tokens_are_caught_though_each_is_added_to_its_supp
 @pytest.mark.parametrize(
     ("support", "wanted"),
     [
-        (SUPPORTED_BRANCH.support, True),
+        (protocol_cases.SUPPORTED_BRANCH.support, True),
         (bytes([0, 0]), True),
         (b"", False),
-        (SUPPORTED_BRANCH.support[:-1], False),
+        (protocol_cases.SUPPORTED_BRANCH.support[:-1], False),
         (bytes([2, 0]) + pack_u32([9, 4]), False),
         (bytes([2, 0]) + pack_u32([7, 9]), False),
         (bytes([2, 0]) + pack_u32([4, 2**31]), False),
@@ -222,7 +214,7 @@ async def test_draws_from_all_tokens_are_caught_though_each_is_added_to_its_supp
     ],
 )
 def test_supports_of_another_form_cost_their_rollout(support: bytes, wanted: bool) -> None:
-    found = checked(support, NARROWED)
+    found = checked(support, protocol_cases.NARROWED)
     assert [one.branches[0].support for one in found.rollouts] == [support] * 2 * wanted
     reasons = {one.reason for one in found.rejections if one.group == 0}
     assert (Reason.MALFORMED in reasons) is not wanted
@@ -232,17 +224,21 @@ def checked(
     support: bytes, run: RunManifest, plan: PipelinePlan | None = None
 ) -> CheckedSubmission:
     proof = Projection().make(np.arange(64, dtype=np.float32).reshape(2, 32))
-    branch = structs.replace(BRANCH, proof=proof, support=support)
-    group = structs.replace(SUBMISSION.groups[0], rollouts=(RolloutRecord((branch,), 1.0, ""),) * 2)
-    submission = structs.replace(SUBMISSION, groups=(group, *SUBMISSION.groups[1:]))
-    return check_submission(submission, LEASE, run, 4, plan)
+    branch = structs.replace(protocol_cases.BRANCH, proof=proof, support=support)
+    group = structs.replace(
+        protocol_cases.SUBMISSION.groups[0], rollouts=(RolloutRecord((branch,), 1.0, ""),) * 2
+    )
+    submission = structs.replace(
+        protocol_cases.SUBMISSION, groups=(group, *protocol_cases.SUBMISSION.groups[1:])
+    )
+    return check_submission(submission, protocol_cases.LEASE, run, 4, plan)
 
 
 def test_only_work_under_a_plan_of_the_trainer_may_state_no_supports() -> None:
-    assert not checked(b"", NARROWED).rollouts
-    assert len(checked(b"", NARROWED, PLAN).rollouts) == 2
+    assert not checked(b"", protocol_cases.NARROWED).rollouts
+    assert len(checked(b"", protocol_cases.NARROWED, protocol_cases.PLAN).rollouts) == 2
 
 
 def test_supports_where_nothing_is_truncated_cost_their_rollout() -> None:
-    assert not checked(SUPPORTED_BRANCH.support, MANIFEST).rollouts
-    assert len(checked(b"", MANIFEST).rollouts) == 2
+    assert not checked(protocol_cases.SUPPORTED_BRANCH.support, protocol_cases.MANIFEST).rollouts
+    assert len(checked(b"", protocol_cases.MANIFEST).rollouts) == 2

@@ -12,7 +12,7 @@ import pytest
 from support.counting_environment import STOP
 from support.hostile import Rogue, say
 from support.swarm import Swarm
-from support.witness import Fakes, WitnessEngine, felt, told
+from support.witness import Fakes, WitnessEngine, felt, witness_logprob
 
 from primerl.node.errors import EngineLost
 from primerl.node.inference.engine import Completion, GenerateRequest
@@ -40,7 +40,10 @@ def switched(branch: BranchRecord, old: PolicyHead, new: PolicyHead, at: int) ->
         return say(tokens[:start], tokens[start:], new if at <= 0 else old)
     heads = [old if place < start + at else new for place in range(len(tokens))]
     places = range(start, len(tokens))
-    logprobs = [told(heads[i].state, heads[i].version, 1.0, tokens[:i], tokens[i]) for i in places]
+    logprobs = [
+        witness_logprob(heads[i].state, heads[i].version, 1.0, tokens[:i], tokens[i])
+        for i in places
+    ]
     rows = np.stack([felt(heads[i].state, tokens[:i]) for i in places])
     return msgspec.structs.replace(
         branch,

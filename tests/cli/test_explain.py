@@ -12,8 +12,8 @@ from support.verdict_cases import (
     ODD,
     RATE,
     VERDICT,
-    drawn,
     fill,
+    is_challenged,
     signed,
     tampered,
 )
@@ -117,7 +117,9 @@ def test_what_was_audited_is_computed_again_from_the_challenge(cli: Cli, node: P
     found = json.loads(cli("explain", "-d", str(node), "--json").out)
     places = [(row["group"], row["rollout"]) for row in found["evidence"]]
     assert places == [GUILTY, HONEST, ODD]
-    assert [row["drawn"] for row in found["evidence"]] == [drawn(*place) for place in places]
+    assert [row["drawn"] for row in found["evidence"]] == [
+        is_challenged(*place) for place in places
+    ]
     assert {row["drawn"] for row in found["evidence"]} == {True, False}
     out = " ".join(cli("explain", "-d", str(node)).out.split())
     assert f"64 0.711 < {RATE}" in out

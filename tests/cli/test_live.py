@@ -134,7 +134,7 @@ def test_a_node_that_joined_shows_what_its_work_comes_to_and_what_it_waits_for()
     line = plain_line(joined)
     for part in ("9 accepted", "trust 0.97", "123 tokens/s", "1 behind", "1.2 MB sent"):
         assert part in line
-    waits = "no work is leased: all that may be generated now is leased"
+    waits = "no work is leased: enough work is out for the next steps"
     joined["inference"].status = msgspec.structs.replace(JOINED, waiting_for=waits)
     assert waits in " ".join(drawn(joined, 80).replace("\u2502", " ").split())
     assert f"waiting: {waits}" in plain_line(joined)

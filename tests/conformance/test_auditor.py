@@ -75,7 +75,7 @@ _drawn: dict[tuple[Path, int, float], list[AuditItem]] = {}
 """Replies of drawn(): several tests ask for the same."""
 
 
-async def drawn(case: Case, version: int, temperature: float = TEMPERATURE) -> list[AuditItem]:
+async def replies_of(case: Case, version: int, temperature: float = TEMPERATURE) -> list[AuditItem]:
     """Replies of a policy that claim to be of OWN."""
     key = case.model_dir, version, temperature
     if key not in _drawn:
@@ -111,7 +111,7 @@ async def test_honest_branches_measure_next_to_nothing(auditor: Auditor, case: C
 async def test_at_temperature_0_the_likeliest_tokens_are_honest_and_drawn_ones_are_not(
     auditor: Auditor, case: Case
 ) -> None:
-    honest = await drawn(case, OWN, 0.0)
+    honest = await replies_of(case, OWN, 0.0)
     leased = [replace(one, temperature=0.0) for one in (*honest[:4], case.item)]
     *found, last = await audit(auditor, case, *leased, near=False)
     assert [moved(case, one) for one in found] == [set()] * 4
@@ -176,7 +176,7 @@ async def test_another_seed_moves_only_the_margins(auditor: Auditor, case: Case)
 
 
 async def test_another_temperature_moves_margins_and_logprobs(auditor: Auditor, case: Case) -> None:
-    hot = await drawn(case, OWN, 1.6)
+    hot = await replies_of(case, OWN, 1.6)
     for one in await audit(auditor, case, *hot[:4]):
         assert moved(case, one) == {"sampling", "sampling_max", "logprob"}
     for one in await audit(auditor, case, *map(case.forged, hot[:4])):
@@ -186,7 +186,7 @@ async def test_another_temperature_moves_margins_and_logprobs(auditor: Auditor, 
 async def test_each_item_is_measured_at_the_temperature_of_its_lease(
     auditor: Auditor, case: Case
 ) -> None:
-    hot = await drawn(case, OWN, 1.6)
+    hot = await replies_of(case, OWN, 1.6)
     leased = [replace(one, temperature=1.6) for one in hot[:4]]
     for one in await audit(auditor, case, *leased, *case.honest[:4]):
         assert moved(case, one) == set()
@@ -210,7 +210,7 @@ async def test_forged_logprobs_move_only_the_logprobs(auditor: Auditor, case: Ca
 
 
 async def test_another_model_moves_everything(auditor: Auditor, case: Case) -> None:
-    foreign = await drawn(case, FAR)
+    foreign = await replies_of(case, FAR)
     for one in await audit(auditor, case, *foreign[:4]):
         assert moved(case, one) == {"fingerprint", "sampling", "sampling_max", "logprob"}
 
@@ -218,7 +218,7 @@ async def test_another_model_moves_everything(auditor: Auditor, case: Case) -> N
 async def test_a_neighbouring_version_shows_in_the_likelihood_ratio(
     auditor: Auditor, case: Case
 ) -> None:
-    near = await drawn(case, NEAR)
+    near = await replies_of(case, NEAR)
     for one in await audit(auditor, case, *near):
         assert one.other_policy > 0
     [alone] = await audit(auditor, case, near[0], near=False)

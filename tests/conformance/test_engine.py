@@ -81,7 +81,9 @@ async def test_logprobs_are_those_of_a_plain_forward_pass_at_the_request_tempera
         )
 
 
-async def test_a_drawn_stop_token_is_the_last_token_and_the_finish_is_stop(engine: Engine) -> None:
+async def test_a_sampled_stop_token_is_the_last_token_and_the_finish_is_stop(
+    engine: Engine,
+) -> None:
     stop = tuple(range(128))
     requests = [request(seed=seed, max_tokens=200, stop=stop) for seed in range(4)]
     for one in await generate_all(engine, requests):

@@ -63,7 +63,9 @@ def saying(
     return policy
 
 
-async def played(environment: Environment, token_ids: list[int] | None = None) -> list[Branch]:
+async def play_first_task(
+    environment: Environment, token_ids: list[int] | None = None
+) -> list[Branch]:
     task = await environment.task(0)
     reply = await shown_reply(environment, task) if token_ids is None else token_ids
     return (await environment.run(task, saying(reply))).branches
@@ -135,7 +137,7 @@ async def test_a_score_recomputed_from_tokens_is_the_score_of_the_run(
 async def test_the_claimed_logprobs_and_versions_do_not_touch_the_score(
     environment: Environment,
 ) -> None:
-    (branch,) = await played(environment)
+    (branch,) = await play_first_task(environment)
     forged = replace(branch, logprobs=[0.0] * len(branch.logprobs), policy_first=0)
     assert (await environment.score(await environment.task(0), [forged])).reward == 1.0
 
@@ -145,18 +147,18 @@ async def test_tokens_of_another_task_are_refused(environment: Environment) -> N
     tasks = [await environment.task(index) for index in range(1, 100)]
     others = [task for task in tasks if await environment.prompt(task) != prompt]
     with pytest.raises(ScoreMismatch):
-        await environment.score(others[0], await played(environment))
+        await environment.score(others[0], await play_first_task(environment))
 
 
 async def test_a_forged_prompt_is_refused(environment: Environment) -> None:
-    (branch,) = await played(environment)
+    (branch,) = await play_first_task(environment)
     forged = replace(branch, token_ids=[*branch.token_ids[:1], 9, *branch.token_ids[2:]])
     with pytest.raises(ScoreMismatch):
         await environment.score(await environment.task(0), [forged])
 
 
 async def test_an_answer_smuggled_into_the_prompt_is_refused(environment: Environment) -> None:
-    (branch,) = await played(environment)
+    (branch,) = await play_first_task(environment)
     end = branch.sampled.index(True)
     claimed = [*branch.sampled[:end], False, *branch.sampled[end + 1 :]]
     with pytest.raises(ScoreMismatch):
@@ -167,13 +169,13 @@ async def test_an_answer_smuggled_into_the_prompt_is_refused(environment: Enviro
 async def test_missing_and_repeated_branches_are_refused(
     environment: Environment, count: int
 ) -> None:
-    branches = await played(environment)
+    branches = await play_first_task(environment)
     with pytest.raises(ScoreMismatch):
         await environment.score(await environment.task(0), branches * count)
 
 
 async def test_malformed_branches_are_refused(environment: Environment) -> None:
-    (branch,) = await played(environment)
+    (branch,) = await play_first_task(environment)
     cut = branch.sampled.index(True)
     for bad in (
         replace(branch, logprobs=branch.logprobs[1:]),
@@ -215,7 +217,7 @@ async def test_a_reply_longer_than_the_contract_allows_is_an_error(
 
 
 async def test_a_task_with_other_content_is_refused(environment: Environment) -> None:
-    branches = await played(environment)
+    branches = await play_first_task(environment)
     foreign = replace(await environment.task(0), digest=bytes(32))
     with pytest.raises(ScoreMismatch, match="other content"):
         await environment.score(foreign, branches)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conformance.port_factories import FACTORIES
-from support.ring_cases import said, same, step
+from support.ring_cases import fields_of, same, step
 
 from primerl.node.pipeline.frames import Frame, Kind
 from primerl.node.pipeline.ports import Port, PortClosed, PortTimeout
@@ -33,7 +33,9 @@ def test_frames_come_as_they_were_sent_and_in_order(ports: Ports) -> None:
     ]
     for frame in frames:
         near.send(frame)
-    assert [said(far.receive(WAIT_S)) for _ in frames] == [said(frame) for frame in frames]
+    assert [fields_of(far.receive(WAIT_S)) for _ in frames] == [
+        fields_of(frame) for frame in frames
+    ]
 
 
 def test_both_directions_are_there_at_once(ports: Ports) -> None:
@@ -130,7 +132,7 @@ def test_closing_wakes_blocked_senders(ports: Ports) -> None:
     assert woken == [True]
 
 
-def test_the_time_in_a_queue_is_told_with_what_was_told_before(ports: Ports) -> None:
+def test_the_time_in_a_queue_is_added_to_the_waiting_time_before(ports: Ports) -> None:
     near, far = ports
     near.send(replace(step(1, 1), busy_us=77, waited_us=1_000_000))
     time.sleep(0.1)

@@ -76,7 +76,7 @@ def test_quota_holds_and_deleting_makes_room(make: Maker) -> None:
     assert store.get(store.put(b"87654321")) == b"87654321"
 
 
-def test_collect_keeps_exactly_what_it_is_told(make: Maker) -> None:
+def test_collect_keeps_exactly_the_named_chunks(make: Maker) -> None:
     store = make(1000)
     names = [store.put(bytes([i]) * (i + 1)) for i in range(5)]
     assert store.collect({names[1], names[3], digest(b"absent")}) == 1 + 3 + 5

@@ -12,7 +12,7 @@ from conformance.transport_factories import (
     MIB,
     OTHER_ALPN,
     Pair,
-    World,
+    TransportWorld,
     connected,
     soon,
     streams,
@@ -22,12 +22,12 @@ from primerl.node.p2p.transport import Stream, StreamClosed
 
 
 @pytest.fixture(params=sorted(FACTORIES))
-async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[TransportWorld]:
     async with FACTORIES[request.param]((ALPN, OTHER_ALPN)) as world:
         yield world
 
 
-async def test_what_is_written_is_read_in_order_and_answered(world: World) -> None:
+async def test_what_is_written_is_read_in_order_and_answered(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         await near.write(b"ab")
@@ -39,14 +39,16 @@ async def test_what_is_written_is_read_in_order_and_answered(world: World) -> No
         assert await soon(near.read_exact(6)) == b"answer"
 
 
-async def test_reading_and_writing_nothing_returns_at_once(world: World) -> None:
+async def test_reading_and_writing_nothing_returns_at_once(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         await soon(near.write(b""))
         assert await soon(far.read_exact(0)) == b""
 
 
-async def test_a_payload_larger_than_every_window_crosses_both_ways_at_once(world: World) -> None:
+async def test_a_payload_larger_than_every_window_crosses_both_ways_at_once(
+    world: TransportWorld,
+) -> None:
     payload = bytes(range(256)) * (20 * MIB // 256)
     async with connected(world) as pair:
         near, far = await streams(pair)
@@ -62,7 +64,7 @@ async def test_a_payload_larger_than_every_window_crosses_both_ways_at_once(worl
             assert received == payload
 
 
-async def test_a_writer_waits_for_a_reader_that_does_not_read(world: World) -> None:
+async def test_a_writer_waits_for_a_reader_that_does_not_read(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, _far = await streams(pair)
         with pytest.raises(TimeoutError):
@@ -70,7 +72,9 @@ async def test_a_writer_waits_for_a_reader_that_does_not_read(world: World) -> N
                 await near.write(bytes(64 * MIB))
 
 
-async def test_finishing_ends_one_direction_and_leaves_the_other_open(world: World) -> None:
+async def test_finishing_ends_one_direction_and_leaves_the_other_open(
+    world: TransportWorld,
+) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         await near.write(b"last words")
@@ -82,7 +86,9 @@ async def test_finishing_ends_one_direction_and_leaves_the_other_open(world: Wor
         assert await soon(near.read_exact(5)) == b"heard"
 
 
-async def test_a_stream_that_ends_in_the_middle_of_a_message_is_closed(world: World) -> None:
+async def test_a_stream_that_ends_in_the_middle_of_a_message_is_closed(
+    world: TransportWorld,
+) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         await near.write(b"12345")
@@ -91,7 +97,7 @@ async def test_a_stream_that_ends_in_the_middle_of_a_message_is_closed(world: Wo
             await soon(far.read_exact(6))
 
 
-async def test_nothing_can_be_written_after_finish(world: World) -> None:
+async def test_nothing_can_be_written_after_finish(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, _far = await streams(pair)
         await near.finish()
@@ -99,7 +105,7 @@ async def test_nothing_can_be_written_after_finish(world: World) -> None:
             await soon(near.write(b"more"))
 
 
-async def test_an_abort_is_seen_by_a_waiting_reader(world: World) -> None:
+async def test_an_abort_is_seen_by_a_waiting_reader(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         reading = asyncio.ensure_future(far.read_exact(1))
@@ -110,7 +116,7 @@ async def test_an_abort_is_seen_by_a_waiting_reader(world: World) -> None:
         assert not pair.far.closed
 
 
-async def test_an_abort_is_seen_by_a_waiting_writer(world: World) -> None:
+async def test_an_abort_is_seen_by_a_waiting_writer(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         writing = asyncio.ensure_future(near.write(bytes(64 * MIB)))
@@ -120,7 +126,9 @@ async def test_an_abort_is_seen_by_a_waiting_writer(world: World) -> None:
             await soon(writing)
 
 
-async def test_an_abort_ends_our_own_waiting_calls_and_may_be_repeated(world: World) -> None:
+async def test_an_abort_ends_our_own_waiting_calls_and_may_be_repeated(
+    world: TransportWorld,
+) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         reading = asyncio.ensure_future(near.read_exact(1))
@@ -135,7 +143,9 @@ async def test_an_abort_ends_our_own_waiting_calls_and_may_be_repeated(world: Wo
             await soon(far.read_exact(64 * MIB))
 
 
-async def test_a_stream_aborted_before_anything_was_written_harms_nobody(world: World) -> None:
+async def test_a_stream_aborted_before_anything_was_written_harms_nobody(
+    world: TransportWorld,
+) -> None:
     async with connected(world) as pair:
         silent = await pair.near.open_stream()
         await soon(silent.abort())
@@ -157,7 +167,7 @@ async def later_stream(pair: Pair) -> tuple[Stream, Stream]:
         return near, far
 
 
-async def test_a_stream_that_its_owner_forgot_ends_for_the_peer(world: World) -> None:
+async def test_a_stream_that_its_owner_forgot_ends_for_the_peer(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         reading = asyncio.ensure_future(far.read_exact(1))
@@ -170,7 +180,7 @@ async def test_a_stream_that_its_owner_forgot_ends_for_the_peer(world: World) ->
                 await soon(call)
 
 
-async def test_a_cancelled_read_spoils_its_stream_and_no_other(world: World) -> None:
+async def test_a_cancelled_read_spoils_its_stream_and_no_other(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         other_near, other_far = await streams(pair)
@@ -185,7 +195,9 @@ async def test_a_cancelled_read_spoils_its_stream_and_no_other(world: World) -> 
         assert await soon(other_far.read_exact(4)) == b"fine"
 
 
-async def test_a_cancelled_write_cannot_be_finished_as_if_it_were_whole(world: World) -> None:
+async def test_a_cancelled_write_cannot_be_finished_as_if_it_were_whole(
+    world: TransportWorld,
+) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)
         with pytest.raises(TimeoutError):
@@ -198,7 +210,7 @@ async def test_a_cancelled_write_cannot_be_finished_as_if_it_were_whole(world: W
             await soon(far.read_exact(64 * MIB))
 
 
-async def test_many_streams_of_one_connection_do_not_mix(world: World) -> None:
+async def test_many_streams_of_one_connection_do_not_mix(world: TransportWorld) -> None:
     async with connected(world) as pair:
 
         async def serve() -> None:
@@ -222,7 +234,7 @@ async def test_many_streams_of_one_connection_do_not_mix(world: World) -> None:
                 group.create_task(ask(number))
 
 
-async def test_no_stream_is_lost_when_accepting_is_cancelled(world: World) -> None:
+async def test_no_stream_is_lost_when_accepting_is_cancelled(world: TransportWorld) -> None:
     async with connected(world) as pair:
         kept: list[Stream] = []
         seen: set[bytes] = set()
@@ -240,7 +252,7 @@ async def test_no_stream_is_lost_when_accepting_is_cancelled(world: World) -> No
             seen.add(await soon((await soon(pair.far.accept_stream())).read_exact(1)))
 
 
-async def test_two_accepting_calls_get_two_different_streams(world: World) -> None:
+async def test_two_accepting_calls_get_two_different_streams(world: TransportWorld) -> None:
     async with connected(world) as pair:
         accepting = [asyncio.ensure_future(pair.far.accept_stream()) for _ in range(2)]
         opened = [await pair.near.open_stream() for _ in range(2)]
@@ -250,7 +262,7 @@ async def test_two_accepting_calls_get_two_different_streams(world: World) -> No
         assert {await soon(stream.read_exact(1)) for stream in accepted} == {b"\0", b"\1"}
 
 
-async def test_the_peer_sees_a_stream_once_something_was_written(world: World) -> None:
+async def test_the_peer_sees_a_stream_once_something_was_written(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near = await pair.near.open_stream()
         accepting = asyncio.ensure_future(pair.far.accept_stream())

@@ -18,18 +18,18 @@ from primerl.node.p2p.transport import Connection, Stream, Transport
 
 
 @dataclass(frozen=True)
-class World:
+class TransportWorld:
     """Makes transports that can reach each other, and knows an address without a listener."""
 
     make: Callable[[], Awaitable[Transport]]
     dead_address: str
 
 
-Factory = Callable[[Sequence[bytes]], AbstractAsyncContextManager[World]]
+Factory = Callable[[Sequence[bytes]], AbstractAsyncContextManager[TransportWorld]]
 
 
 @asynccontextmanager
-async def memory(alpns: Sequence[bytes]) -> AsyncGenerator[World, None]:
+async def memory(alpns: Sequence[bytes]) -> AsyncGenerator[TransportWorld, None]:
     """Nodes of one in-process world."""
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
@@ -39,11 +39,11 @@ async def memory(alpns: Sequence[bytes]) -> AsyncGenerator[World, None]:
             stack.push_async_callback(transport.close)
             return transport
 
-        yield World(make, "10.255.255.255:1")
+        yield TransportWorld(make, "10.255.255.255:1")
 
 
 @asynccontextmanager
-async def iroh(alpns: Sequence[bytes]) -> AsyncGenerator[World, None]:
+async def iroh(alpns: Sequence[bytes]) -> AsyncGenerator[TransportWorld, None]:
     """QUIC endpoints on the loopback interface."""
     async with AsyncExitStack() as stack:
 
@@ -54,7 +54,7 @@ async def iroh(alpns: Sequence[bytes]) -> AsyncGenerator[World, None]:
             await transport.start()
             return transport
 
-        yield World(make, "127.0.0.1:9")
+        yield TransportWorld(make, "127.0.0.1:9")
 
 
 FACTORIES: dict[str, Factory] = {"memory": memory, "iroh": iroh}
@@ -89,7 +89,7 @@ class Pair:
 
 
 @asynccontextmanager
-async def connected(world: World, alpn: bytes = ALPN) -> AsyncGenerator[Pair, None]:
+async def connected(world: TransportWorld, alpn: bytes = ALPN) -> AsyncGenerator[Pair, None]:
     client, server = await world.make(), await world.make()
     near, far = await soon(asyncio.gather(connect(client, server, alpn), server.accept()))
     yield Pair(client, server, near, far)

@@ -246,7 +246,7 @@ def lying(data: bytes) -> bool:
     return True
 
 
-def said(data: bytes) -> bool:
+def fuzz_message(data: bytes) -> bool:
     """A message or a document: one that comes back as it was, or RemoteProtocolError."""
     kinds: tuple[Any, ...] = (EVERY_MESSAGE, *DOCUMENTS)
     kind = kinds[data[0] % len(kinds)] if data else EVERY_MESSAGE
@@ -317,7 +317,7 @@ TARGETS: tuple[Callable[[bytes], bool], ...] = (
     step,
     mirror,
     lying,
-    said,
+    fuzz_message,
     proof,
     share,
     frame,
@@ -347,14 +347,16 @@ def seeds() -> list[bytes]:
         (share, b"\x92" + located),
         (share, b"\x48" + located),
     ]
-    payloads += [(said, b"\0" + msgspec.msgpack.encode(message)) for message in MESSAGES]
+    payloads += [(fuzz_message, b"\0" + msgspec.msgpack.encode(message)) for message in MESSAGES]
     documents = (POLICY_MANIFEST, policy_head(0), RECORD, LEASE, SUBMISSION, VERDICT)
     payloads += [
-        (said, bytes([at]) + msgspec.msgpack.encode(document))
+        (fuzz_message, bytes([at]) + msgspec.msgpack.encode(document))
         for at, document in enumerate(documents, 1)
     ]
-    payloads.append((said, bytes([len(DOCUMENTS)]) + sealed_head(policy_head(0))))
-    payloads.append((said, bytes([len(DOCUMENTS) - 1]) + msgspec.msgpack.encode(MESSAGES[0])))
+    payloads.append((fuzz_message, bytes([len(DOCUMENTS)]) + sealed_head(policy_head(0))))
+    payloads.append(
+        (fuzz_message, bytes([len(DOCUMENTS) - 1]) + msgspec.msgpack.encode(MESSAGES[0]))
+    )
     payloads.append((sealed, sealed_head(policy_head(0))))
     frames = (ring_cases.step(7, 1), Frame(Kind.RESET, 7, 0), Frame(Kind.FAULT, 7, 1, b"why"))
     payloads += [(frame, b"".join(encode(one, LIMITS))) for one in frames]

@@ -30,7 +30,7 @@ SPECIAL = np.array([0x0000, 0x8000, 0x7F80, 0xFF80, 0x0001, 0x7F7F], "<u2")
 """Zeros, infinities, the smallest and the largest number."""
 
 
-def drawn(rng: np.random.Generator, shape: tuple[int, int], size: float) -> Tensor:
+def random_tensor(rng: np.random.Generator, shape: tuple[int, int], size: float) -> Tensor:
     values = torch.from_numpy(rng.normal(0, size, shape)).bfloat16()
     return from_torch(values)
 
@@ -38,14 +38,14 @@ def drawn(rng: np.random.Generator, shape: tuple[int, int], size: float) -> Tens
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_gpu_merges_adapters_to_the_bits_of_numpy(tmp_path: Path, kept: bool) -> None:
     rng = np.random.default_rng(0)
-    base = {f"{name}.weight": drawn(rng, shape, 0.02) for name, shape in SHAPES.items()}
+    base = {f"{name}.weight": random_tensor(rng, shape, 0.02) for name, shape in SHAPES.items()}
     for tensor in base.values():
         count = min(len(SPECIAL), tensor.data.size)
         tensor.data[rng.choice(tensor.data.size, count, replace=False)] = SPECIAL[:count]
     adapters: dict[str, Tensor] = {}
     for name, (rows, columns) in SHAPES.items():
-        adapters[PREFIX + name + A] = drawn(rng, (RANK, columns), 0.01)
-        adapters[PREFIX + name + B] = drawn(rng, (rows, RANK), 1e-3)
+        adapters[PREFIX + name + A] = random_tensor(rng, (RANK, columns), 0.01)
+        adapters[PREFIX + name + B] = random_tensor(rng, (rows, RANK), 1e-3)
     contract = LoraConfig(rank=RANK, alpha=11.0, target_modules=("q_proj", "up_proj"))
     directory = tmp_path / "model"
     directory.mkdir()

@@ -66,7 +66,7 @@ def assert_same(found: SampledTokens, wanted: SampledTokens) -> None:
     assert torch.allclose(found.logsumexp.cpu(), wanted.logsumexp, atol=2e-5)
 
 
-def test_rows_of_a_wider_tensor_and_masked_tokens_are_drawn_alike() -> None:
+def test_rows_of_a_wider_tensor_and_masked_tokens_are_sampled_alike() -> None:
     """vLLM pads the vocabulary, and a mask may leave a block without any token."""
     wide = random_logits(6, 12_000, torch.float32)
     wide[1, 50:11_000] = -torch.inf

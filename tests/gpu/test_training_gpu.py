@@ -69,7 +69,7 @@ def apart(one: Tensor, other: Tensor) -> float:
 # -- attention -------------------------------------------------------------------------------------
 
 
-def drawn(tokens: int) -> list[Tensor]:
+def random_inputs(tokens: int) -> list[Tensor]:
     rng = torch.Generator("cuda").manual_seed(tokens)
     shapes = [(tokens, heads, WIDTH) for heads in (HEADS, KEYS, KEYS)]
     return [
@@ -129,7 +129,7 @@ def test_kernels_mix_by_windows_caps_and_sinks_as_the_mathematics_does(
     name: str, window: int, cap: float, sinks: bool
 ) -> None:
     lengths = LAYOUTS[name]
-    parts = drawn(sum(lengths))
+    parts = random_inputs(sum(lengths))
     if sinks:
         scores = torch.linspace(-2, 6, HEADS, device=CUDA, dtype=torch.bfloat16)
         parts.append(scores.requires_grad_())
@@ -149,7 +149,7 @@ def test_kernels_mix_by_windows_caps_and_sinks_as_the_mathematics_does(
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_kernels_mix_what_the_mathematics_mixes(name: str) -> None:
     lengths = LAYOUTS[name]
-    parts = drawn(sum(lengths))
+    parts = random_inputs(sum(lengths))
     mine, wanted = (pulled(how(parts, lengths), parts) for how in (packed, plain))
     assert [apart(one, other) < NEAR for one, other in zip(mine, wanted, strict=True)] == [True] * 4
 
@@ -158,7 +158,7 @@ def test_kernels_mix_what_the_mathematics_mixes(name: str) -> None:
 @pytest.mark.parametrize("name", ["long ones", "short ones"])
 def test_a_neighbour_s_tokens_change_nothing(name: str) -> None:
     lengths = LAYOUTS[name]
-    parts = drawn(sum(lengths))
+    parts = random_inputs(sum(lengths))
     own = slice(lengths[0], lengths[0] + lengths[1])
     hostile = [one.detach().clone() for one in parts]
     for one in hostile:
@@ -178,7 +178,7 @@ def test_the_operator_is_sound(name: str) -> None:
     lengths = LAYOUTS[name]
     layout = Layout.of(lengths, CUDA)
     sinks = torch.zeros(HEADS, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
-    arguments = (*drawn(sum(lengths)), sinks, layout.ends, layout.offsets, SCALE, 0, 0.0)
+    arguments = (*random_inputs(sum(lengths)), sinks, layout.ends, layout.offsets, SCALE, 0, 0.0)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(attention.packed_attention, arguments, test_utils=checks)
 

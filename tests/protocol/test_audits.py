@@ -88,7 +88,7 @@ def test_the_draw_can_be_recomputed_and_hangs_on_the_challenge_and_the_place() -
     assert draw(CHALLENGE, 3, 4) != draw(digest(b"another"), 3, 4)
 
 
-def test_what_is_drawn_at_a_rate_is_drawn_at_every_higher_one() -> None:
+def test_a_rollout_audited_at_a_rate_is_audited_at_every_higher_one() -> None:
     """So a verdict is checked without its rate: every audited lot lies below every other."""
     places = [(g, r) for g in range(20) for r in range(20)]
     few = {place for place in places if is_audited(CHALLENGE, *place, 0.1)}

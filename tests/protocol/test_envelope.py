@@ -233,7 +233,7 @@ def of_version(version: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("version", [1, 3, 200])
-def test_an_envelope_of_another_version_is_told_from_a_damaged_one(version: int) -> None:
+def test_an_envelope_of_another_version_is_distinguished_from_a_damaged_one(version: int) -> None:
     for sealed in of_version(version):
         with pytest.raises(RemoteProtocolError) as caught:
             unseal(sealed, Purpose.TICKET, PolicyHead, now=NOW)

@@ -97,7 +97,7 @@ def test_an_unknown_field_is_refused(message: Message) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
-def test_a_field_without_a_default_must_be_said(message: Message) -> None:
+def test_a_field_without_a_default_is_required(message: Message) -> None:
     fields = msgspec.to_builtins(message, builtin_types=(bytes,))
     for field in msgspec.structs.fields(message):
         if field.required:

@@ -48,7 +48,7 @@ def test_a_token_that_is_no_u32_is_our_own_bug(value: int) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e39, 3.5e38])
-def test_a_logprob_that_is_not_finite_is_never_said(value: float) -> None:
+def test_a_logprob_that_is_not_finite_is_never_returned(value: float) -> None:
     with pytest.raises(LocalProtocolError, match="finite"):
         pack_f32([-0.5, value, -0.5])
 

@@ -1,3 +1,4 @@
+import itertools
 import tracemalloc
 from typing import Any, get_args
 
@@ -73,13 +74,13 @@ def test_we_never_say_what_a_peer_would_refuse() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("header", HUGE, ids=bytes.hex)
-def test_a_claimed_length_allocates_nothing(kind: Any, header: bytes) -> None:
+def test_a_claimed_length_allocates_nothing(kind: Any) -> None:
     """As the whole document, and as the value of each of its fields."""
     example = next(one for one in (*MESSAGES, *DOCUMENTS) if type(one) is kind)
     fields: Any = msgspec.to_builtins(example, builtin_types=(bytes,))
-    claims = [header]
-    for name in range(len(fields)) if isinstance(fields, list) else fields:
+    claims = list(HUGE)
+    names = range(len(fields)) if isinstance(fields, list) else fields
+    for name, header in itertools.product(names, HUGE):
         changed: Any = list(fields) if isinstance(fields, list) else dict(fields)
         changed[name] = msgspec.Raw(header)
         claims.append(msgspec.msgpack.encode(changed))
@@ -92,10 +93,11 @@ def test_a_claimed_length_allocates_nothing(kind: Any, header: bytes) -> None:
         assert peak < 2**20 + 4 * len(claim)
 
 
-@pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a", b"\x81\x91", b"\xdc\x00\x01"])
 @pytest.mark.parametrize("kind", [*KINDS, ControlRequest], ids=str)
-def test_deep_nesting_is_malformed(kind: Any, opener: bytes) -> None:
-    for tag in (b"", b"\x82\xa4type\xa5Hello\xa4role", b"\x81\xa7unknown"):
+def test_deep_nesting_is_malformed(kind: Any) -> None:
+    tags = (b"", b"\x82\xa4type\xa5Hello\xa4role", b"\x81\xa7unknown")
+    openers = (b"\x91", b"\x81\xa1a", b"\x81\x91", b"\xdc\x00\x01")
+    for tag, opener in itertools.product(tags, openers):
         with refuses(Reason.MALFORMED):
             decode(tag + opener * 100_000, kind)
 

@@ -67,7 +67,7 @@ def test_a_document_is_still_made_of_these_bytes(part: str) -> None:
     ("part", "name"),
     [(part, name) for part, inner in GOLDEN.items() if isinstance(inner, dict) for name in inner],
 )
-def test_still_said_in_these_bytes(part: str, name: str) -> None:
+def test_the_bytes_of_a_message_are_the_golden_ones(part: str, name: str) -> None:
     assert build()[part][name] == GOLDEN[part][name]
 
 
@@ -134,7 +134,7 @@ def test_the_keys_are_those_of_their_seeds() -> None:
         assert SecretKey.from_seed(bytes.fromhex(key["seed"])).node_id.hex() == key["node_id"]
 
 
-def test_a_sample_is_drawn_with_the_seed_of_then() -> None:
+def test_the_seed_of_a_sample_is_the_golden_one() -> None:
     for name, seed in GOLDEN["sample_seeds"].items():
         task, index, turn = name.split(" / ")
         assert seed == sample_seed(
@@ -142,7 +142,7 @@ def test_a_sample_is_drawn_with_the_seed_of_then() -> None:
         )
 
 
-def test_the_names_of_protocols_stay_so_that_a_node_of_another_version_can_be_told_so() -> None:
+def test_the_names_of_protocols_stay_so_that_a_node_of_another_version_gets_an_answer() -> None:
     assert GOLDEN["wire_version"] == WIRE_VERSION
     for alpn in (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE):
         assert alpn.endswith(b"/1")

@@ -12,6 +12,8 @@ from support.audits import AuditedSwarm
 from support.counting_environment import EvenEnvironment
 from support.sharp_model import make_sharp
 from support.swarm import Running, Swarm
+from support.waiting import until
+from support.witness import WitnessAuditor
 
 from primerl.node.app import factories
 from primerl.node.config.run import EngineConfig, EnvironmentConfig, RunConfig
@@ -22,6 +24,7 @@ from primerl.node.inference.hf import HfEngine
 from primerl.node.models import base_weights, model_files
 from primerl.node.training.backend import Snapshot
 from primerl.node.training.local_backend import LocalBackend
+from primerl.node.verification.auditor import Auditor
 from primerl.node.weights.adapters import merge
 from primerl.node.weights.state import Changed, State, digests, state_bytes, state_digest
 
@@ -104,6 +107,16 @@ class AdaptedSwarm(Swarm):
             auditor=factories.make_auditor,
             environment=environment,
         )
+
+
+class UnauditedSwarm(AdaptedSwarm):
+    """Without a process that audits."""
+
+    def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:
+        def auditor(config: EngineConfig, timeout_s: float) -> Auditor:
+            return WitnessAuditor(self.fakes)
+
+        return replace(super()._factories(running, ledger), auditor=auditor)
 
 
 class WatchedSwarm(AdaptedSwarm, AuditedSwarm):
@@ -203,15 +216,16 @@ async def test_workers_may_join_while_the_trainer_still_writes_its_copy_of_the_b
         write(*arguments)
 
     monkeypatch.setattr(base_weights, "write", slowly)
-    async with AdaptedSwarm(tmp_path, tiny) as swarm:
+    async with UnauditedSwarm(tmp_path, tiny) as swarm:
         await swarm.start_trainer()
         assert await asyncio.to_thread(begun.wait, 60.0)
         engine: Any = noting()
         worker = swarm.add_worker("w", engine=engine)
         await swarm.until_row(worker, lambda row: row["role"] == "inference", 60.0)
         assert not (tmp_path / "r" / "trainer" / "model" / base_weights.FILE).exists()
+        assert not engine.given
         go_on.set()
-        await swarm.wait_step(1, 60.0)
+        await until(lambda: engine.given)
 
 
 async def test_a_run_goes_on_with_the_adapters_that_it_began_with(

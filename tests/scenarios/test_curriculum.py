@@ -55,7 +55,7 @@ async def test_a_killed_trainer_goes_on_with_the_rewards_of_its_tasks(
     pools = ("unseen", "hard", "normal", "easy")
     for step, line in lines.items():
         assert sum(line[f"curriculum/reverse-text/sampler/pool/{name}"] for name in pools) == TASKS
-        assert line["batch/pruned"] == 0, f"step {step} holds a group without signal"
+        assert line["batch/filtered"] == 0, f"step {step} holds a group without signal"
 
 
 async def test_groups_of_equal_rewards_are_replaced_and_kept_to_be_read(
@@ -69,7 +69,7 @@ async def test_groups_of_equal_rewards_are_replaced_and_kept_to_be_read(
         lines = swarm.metrics()
     wanted = RunConfig.model_validate(swarm.settings).rollouts.groups_per_batch
     assert [line["batch/groups"] for line in lines] == [wanted] * 3
-    assert [line["batch/flat"] for line in lines] == [0] * 3
+    assert [line["batch/zero_advantage"] for line in lines] == [0] * 3
     assert not summary["rejected"]
     files = RolloutFiles(swarm.run_dir / "rollouts", fsync=False)
     rows = [row for step in (1, 2, 3) for row in files.read(step)]

@@ -251,7 +251,7 @@ class StagedSwarm(Swarm):
         return replace(super()._factories(running, ledger), backend=backend)
 
 
-async def test_a_version_is_told_only_when_its_checkpoint_is_there(
+async def test_a_version_is_published_only_after_its_checkpoint_is_written(
     tmp_path: Path, model_dir: Path
 ) -> None:
     swarm = StagedSwarm(tmp_path, model_dir, max_steps=3)

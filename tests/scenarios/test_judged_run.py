@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 from support.counting_environment import CountingEnvironment
-from support.openai_server import openai_server, refused, said
+from support.openai_server import chat_completion, openai_server, refused
 from support.swarm import Swarm
 
 from primerl.node.config.chat_api import JudgeConfig
@@ -72,7 +72,7 @@ async def test_the_judge_alone_says_what_is_learned_from_and_may_be_down(
         if down:
             return refused(503, "overloaded")
         text = body["messages"][0]["content"]
-        return said(str(worth(json.loads(text)) if text.startswith("[") else "yes"))
+        return chat_completion(str(worth(json.loads(text)) if text.startswith("[") else "yes"))
 
     async with openai_server(answer) as server:
         told = {"url": server.url, "model": "m", "retries": 0}

@@ -63,7 +63,7 @@ class Forger(HfEngine):
         return await super().generate(replace(request, temperature=2.0))
 
 
-class Court:
+class JudgeNetwork:
     """A judge and its workers, over the memory network."""
 
     def __init__(self, directory: Path) -> None:
@@ -164,9 +164,9 @@ class Court:
 
 
 @asynccontextmanager
-async def court(directory: Path) -> AsyncGenerator[Court]:
+async def court(directory: Path) -> AsyncGenerator[JudgeNetwork]:
     """A judge that is up, without workers."""
-    held = Court(directory)
+    held = JudgeNetwork(directory)
     try:
         await held.start()
         yield held
@@ -174,7 +174,7 @@ async def court(directory: Path) -> AsyncGenerator[Court]:
         await held.close()
 
 
-async def said(model_dir: Path, contents: Sequence[str]) -> list[str]:
+async def expected_replies(model_dir: Path, contents: Sequence[str]) -> list[str]:
     """What the judge's model says to each, computed by nobody but this test."""
     chat, engine = ChatFormat.load(model_dir), HfEngine(EngineConfig(max_model_len=512))
     await engine.start(model_dir)
@@ -241,7 +241,9 @@ async def test_rewards_of_a_leased_judge_are_what_its_model_says_and_a_forger_is
         kept = RolloutFiles(swarm.run_dir / ROLLOUTS)
         rows = [one for step in kept.steps() for one in kept.read(step) if one.verdict == "trained"]
         asked_of = [json.dumps(one.prompt_ids + one.completion_ids) for one in rows]
-        assert [one.reward for one in rows] == list(map(worth, await said(judge.model, asked_of)))
+        assert [one.reward for one in rows] == list(
+            map(worth, await expected_replies(judge.model, asked_of))
+        )
     assert summary["steps"] == 2
     assert summary["rejected"].keys() <= {"stale"}
     assert len({one.reward for one in rows}) > 1

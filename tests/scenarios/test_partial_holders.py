@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 from support import weights_cases as cases
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.hostile import HostileTrainer
 from support.swarm import CONFIG, Running, Swarm
 from support.waiting import until

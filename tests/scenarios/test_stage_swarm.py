@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.scripted_stages import ScriptedStage
-from support.stage_swarm import StageSwarm, make_cut_model, on_small_machines
+from support.stage_swarm import GUARD_S, StageSwarm, make_cut_model, on_small_machines
 from support.swarm import Running, Swarm
 
 from primerl.node.app import factories
@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_cut_model(tmp_path_factory.mktemp("tiny"))
 
 
-async def ended_well(swarm: StageSwarm, steps: int, timeout: float = 100.0) -> None:
+async def ended_well(swarm: StageSwarm, steps: int, timeout: float = GUARD_S) -> None:
     """The run reached its end, and the whole model found nothing wrong with any rollout.
 
     What a slow worker makes, or one of before a crash, may come too late to be learned from; a sample that
@@ -36,7 +36,7 @@ async def ended_well(swarm: StageSwarm, steps: int, timeout: float = 100.0) -> N
     summary = await swarm.finished(timeout)
     for worker in swarm.workers.values():
         if worker.task is not None:
-            await worker.ended()
+            await worker.ended(GUARD_S)
     assert summary["steps"] == steps
     assert set(summary["rejected"]) <= {"stale", "withdrawn"}
     assert summary["accepted"] >= steps * BATCH
@@ -57,17 +57,13 @@ async def test_two_nodes_that_hold_half_a_model_each_do_the_work_of_one_worker(
         first = swarm.add_stage("a", 2, rank=0)
         second = swarm.add_stage("b", 2, rank=1)
         await swarm.wait_step(1)
-        rows = [(await swarm.stage(rank))[1] for rank in (0, 1)]
-        assert [row["layers"] for row in rows] == ["0-1", "2-3"]
-        assert all(row["bytes_out"] > 0 for row in rows)
+        _, tail = await swarm.stage(1, lambda row: row["bytes_out"] > 0)
+        _, head = await swarm.stage(0, lambda row: row["bytes_out"] > 0)
+        assert [head["layers"], tail["layers"]] == ["0-1", "2-3"]
         swarm.network.partition(first.node_id, second.node_id)
-        async with asyncio.timeout(100.0):
-            while (await first.status())["stage"]["breaks"] == rows[0]["breaks"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await swarm.until_broken(first, head)
         swarm.network.heal(first.node_id, second.node_id)
-        async with asyncio.timeout(100.0):
-            while (await swarm.stage(0))[1]["epoch"] <= rows[0]["epoch"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await swarm.stage(0, lambda row: row["epoch"] > head["epoch"])
         swarm.learn_until()
         await ended_well(swarm, 4)
 
@@ -139,7 +135,7 @@ async def test_a_pipeline_outlives_a_crash_of_the_trainer(tmp_path: Path, tiny: 
         await ended_well(swarm, 5)
 
 
-async def test_a_worker_of_another_engine_that_may_be_too_small_is_told_so_and_works_alone(
+async def test_a_worker_of_another_engine_that_may_be_too_small_is_warned_and_works_alone(
     tmp_path: Path, tiny: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_small_machines(monkeypatch)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.swarm import Running, Swarm
 from support.waiting import until
 from support.witness import Fakes, WitnessBackend, WitnessEngine, never_right
@@ -25,7 +25,7 @@ from primerl.node.p2p.status_view import peer_rows
 PATIENT: dict[str, Any] = {"max_empty_batches": 1000, "batch_timeout_s": 30.0}
 
 
-async def told(node: Running) -> dict[str, Any]:
+async def status_of(node: Running) -> dict[str, Any]:
     """What `status` says; of a node that does not answer yet, as soon as it does."""
     while True:
         with suppress(NetworkError):
@@ -40,7 +40,7 @@ async def says(node: Running, *parts: str, other: Callable[[str], bool] = lambda
         async with asyncio.timeout(20.0):
             while not (all(part in said for part in parts) and other(said)):
                 await asyncio.sleep(0.02)
-                said = (await told(node))["waiting_for"]
+                said = (await status_of(node))["waiting_for"]
     except TimeoutError:
         pytest.fail(f"{parts} is not said, but {said!r}")
     return said
@@ -147,7 +147,7 @@ async def until_measured(swarm: Swarm) -> None:
     """Wait until a class of workers has bounds."""
     async with asyncio.timeout(60.0):
         while True:
-            if any(row["number"] for row in (await told(swarm.trainer))["bounds"]):
+            if any(row["number"] for row in (await status_of(swarm.trainer))["bounds"]):
                 return
             await asyncio.sleep(0.02)
 
@@ -175,7 +175,7 @@ async def test_a_worker_that_is_leased_nothing_says_why(tmp_path: Path, model_di
     async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=1000) as swarm:
         await swarm.start_trainer()
         worker = swarm.add_worker("w")
-        await says(worker, "no work is leased: all that may be generated now is leased, or waits")
+        await says(worker, "no work is leased: enough work is out for the next steps")
         fakes.go.set()
         await swarm.wait_step(1)
 
@@ -188,7 +188,7 @@ async def test_a_worker_knows_what_its_work_comes_to_and_has_left_when_it_is_sto
         worker = swarm.add_worker("w")
         async with asyncio.timeout(30.0):
             while True:
-                status = await told(worker)
+                status = await status_of(worker)
                 if (status["trust"] or 0) > 0.8 and status["engine"]["tokens_per_s"] > 0:
                     break
                 await asyncio.sleep(0.05)

@@ -4,17 +4,18 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 
+from support.bare_node import serving
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.chunk_client import ChunkSource, PeerPaths
-from primerl.node.p2p.connections import ConnectionPool, Handler, Router
+from primerl.node.p2p.connections import ConnectionPool, Handler
 from primerl.node.p2p.download import BlobFetcher
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
@@ -81,13 +82,16 @@ class Bare:
         self.fetcher = BlobFetcher(
             self.links, self.peers, self.store, self.arrivals, seeds=seeds, paths=paths
         )
-        self.router = Router(
-            self.transport,
-            self.peers,
-            {ALPN_BLOBS: handler or self.server.handle},
-            max_streams_per_peer=64,
-            max_peers=64,
-        )
+        self._handlers = {ALPN_BLOBS: handler or self.server.handle}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Serve while the block lasts."""
+        async with serving(self.transport, self._handlers, self.peers):
+            try:
+                yield
+            finally:
+                await self.links.close()
 
     def hold(self, chunks: Sequence[bytes]) -> None:
         """Put chunks into the store, as if fetched."""
@@ -108,23 +112,20 @@ class Bare:
         await self.fetcher.fetch(chunks, others, origin.id)
 
 
-class World:
+class ExchangeNetwork:
     """Nodes that are up while the context lasts."""
 
     def __init__(self, network: MemoryNetwork | None = None) -> None:
         self.network = network or MemoryNetwork()
-        self._stack = AsyncExitStack()
         self._running: list[asyncio.Task[None]] = []
 
     def add(self, name: str, *, handler: Handler | None = None, **parts: object) -> Bare:
         """Start a node."""
         bare = Bare(self.network, name, handler=handler, **parts)  # type: ignore[arg-type]
-        self._running.append(asyncio.create_task(bare.router.run()))
-        self._stack.push_async_callback(bare.transport.close)
-        self._stack.push_async_callback(bare.links.close)
+        self._running.append(asyncio.create_task(_keep_running(bare)))
         return bare
 
-    async def __aenter__(self) -> "World":
+    async def __aenter__(self) -> "ExchangeNetwork":
         return self
 
     async def __aexit__(
@@ -133,10 +134,14 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._stack.aclose()
         for task in self._running:
             task.cancel()
         await asyncio.wait(self._running)
+
+
+async def _keep_running(node: Bare) -> None:
+    async with node.running():
+        await asyncio.Event().wait()
 
 
 def copies_sent(origin: Bare, chunks: Sequence[ChunkRef]) -> float:

@@ -16,14 +16,7 @@ import numpy as np
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.errors import EngineError, EngineLost, UsageError
-from primerl.node.inference import host
-from primerl.node.inference.engine import (
-    Completion,
-    EngineStats,
-    GenerateRequest,
-    WeightsFault,
-    Written,
-)
+from primerl.node.inference import engine, host
 from primerl.node.inference.handover import POSITIONS, VALUES, WHOLE, read_spans
 from primerl.node.inference.host import Sleeper
 from primerl.node.inference.host_messages import ApiOptions
@@ -106,12 +99,12 @@ class Fake:
             print("this machine has no GPU any more", file=sys.stderr, flush=True)
             os._exit(4)
 
-    async def check(self, path: str) -> WeightsFault:
+    async def check(self, path: str) -> engine.WeightsFault:
         """See BAD."""
         state = read_checkpoint(Path(path))
-        return WeightsFault("a number is bad" if state["w"].data[0] == BAD else "", [])
+        return engine.WeightsFault("a number is bad" if state["w"].data[0] == BAD else "", [])
 
-    async def load(self, version: int, path: str) -> Written:
+    async def load(self, version: int, path: str) -> engine.Written:
         """See DEADLY."""
         self._state, self._version = read_checkpoint(Path(path)), version
         self._loads += 1
@@ -119,21 +112,21 @@ class Fake:
             os._exit(5)
         if self._state["w"].data[0] == ERRONEOUS:
             raise ZeroDivisionError("an error in the program")
-        return Written(0.002, 0.001)
+        return engine.Written(0.002, 0.001)
 
-    async def stage(self, path: str) -> WeightsFault:
+    async def stage(self, path: str) -> engine.WeightsFault:
         """`refuses_updates`: a file; the process that takes it away refuses this update."""
         if _taken(self._says.get("refuses_updates", "/nowhere")):
-            return WeightsFault("its parameters have moved", [])
+            return engine.WeightsFault("its parameters have moved", [])
         self._staged = _with_changes(self._state, Path(path))
-        return WeightsFault("", [])
+        return engine.WeightsFault("", [])
 
-    async def write(self, version: int) -> Written:
+    async def write(self, version: int) -> engine.Written:
         """What was staged."""
         self._state, self._version = self._staged, version
-        return Written(0.002, 0.001)
+        return engine.Written(0.002, 0.001)
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: engine.GenerateRequest) -> engine.Completion:
         """By the first token."""
         assert not self._asleep
         match request.prompt[0]:
@@ -174,7 +167,7 @@ class Fake:
     async def _measured(self, request: PrefillRequest) -> bytes:
         kind = request.token_ids[0]
         if kind in (DIES, LOST, BLOCKS, WAITS, FAULTY, ERRS):
-            await self.generate(GenerateRequest((kind,), 1, 1.0, 0, ()))
+            await self.generate(engine.GenerateRequest((kind,), 1, 1.0, 0, ()))
         claims = read_claims(request.claims, self._says.get("route_bytes", 0), request.width)
         places = claims["places"]
         rows = np.zeros((len(places), COLUMNS), np.float32)
@@ -197,9 +190,9 @@ class Fake:
             rows[:, LOGPROB] = -len(places)
         return rows.tobytes()
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> engine.EngineStats:
         """What it drew, and some of everything else."""
-        return EngineStats(
+        return engine.EngineStats(
             running=self._waiting,
             waiting=2,
             kv_use=0.25,
@@ -229,10 +222,12 @@ class Fake:
         finally:
             self._waiting -= 1
 
-    def _found(self, tokens: list[int]) -> Completion:
+    def _found(self, tokens: list[int]) -> engine.Completion:
         self._drawn += len(tokens)
         logprobs = [-0.5] * len(tokens)
-        return Completion(tokens, logprobs, "stop", self._version, self._version, (), b"\x00\xff")
+        return engine.Completion(
+            tokens, logprobs, "stop", self._version, self._version, (), b"\x00\xff"
+        )
 
 
 def _taken(path: str) -> bool:

@@ -26,16 +26,7 @@ from support.counting_environment import ASK, STOP, counting_task
 from support.sandbox_probes import PROBES
 
 from primerl.node.config.run import EnvironmentConfig
-from primerl.node.environments.environment import (
-    Branch,
-    EnvironmentFailed,
-    EnvironmentStuck,
-    Episode,
-    Policy,
-    Score,
-    Split,
-    Task,
-)
+from primerl.node.environments import environment
 from primerl.node.environments.host import EnvironmentSetUp, main
 from primerl.node.environments.hosted import MOST_QUESTIONS
 from primerl.node.environments.policies import (
@@ -71,31 +62,35 @@ class Moody:
     async def close(self) -> None:
         """Nothing to stop."""
 
-    async def task(self, index: int, split: Split = "train") -> Task:
+    async def task(self, index: int, split: environment.Split = "train") -> environment.Task:
         """Task number `index`."""
         if self._mood(index) == "unloadable":
             spin()
         return counting_task(index, split)
 
-    async def prompt(self, task: Task) -> list[int]:
+    async def prompt(self, task: environment.Task) -> list[int]:
         """See Environment."""
         return list(PROMPT)
 
-    async def demonstration(self, task: Task) -> None:
+    async def demonstration(self, task: environment.Task) -> None:
         """There is none."""
 
-    async def run(self, task: Task, policy: Policy) -> Episode:
+    async def run(self, task: environment.Task, policy: environment.Policy) -> environment.Episode:
         """One turn."""
         try:
             return await self._play(task, policy)
-        except (EnvironmentFailed, EnvironmentStuck) as error:
-            return Episode(branches=[], score=Score(0.0), error=str(error))
+        except (environment.EnvironmentFailed, environment.EnvironmentStuck) as error:
+            return environment.Episode(branches=[], score=environment.Score(0.0), error=str(error))
 
-    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+    async def score(
+        self, task: environment.Task, branches: Sequence[environment.Branch]
+    ) -> environment.Score:
         """Play again with the recorded turn."""
         return (await self._play(task, RecordedRollout(branches, stop_token_ids=(STOP,)))).score
 
-    async def _play(self, task: Task, policy: Policy) -> Episode:
+    async def _play(
+        self, task: environment.Task, policy: environment.Policy
+    ) -> environment.Episode:
         deadline = self._config.timeout_s
         exchange = Exchange(policy, max_tokens=4, stop_token_ids=(STOP,), deadline=deadline)
         prompt = PROMPT
@@ -104,12 +99,12 @@ class Moody:
                 said = await exchange.sample(prompt)
                 await behave(self._mood(task.index))
         except EpisodeStuck as error:
-            raise EnvironmentStuck(str(error)) from error
+            raise environment.EnvironmentStuck(str(error)) from error
         mask = [False] * len(prompt) + [True] * len(said.token_ids)
         logprobs = [0.0] * len(prompt) + said.logprobs
-        return Episode(
-            [Branch.of_turns([*prompt, *said.token_ids], mask, logprobs, [said])],
-            Score(float(len(said.token_ids) == 2)),
+        return environment.Episode(
+            [environment.Branch.of_turns([*prompt, *said.token_ids], mask, logprobs, [said])],
+            environment.Score(float(len(said.token_ids) == 2)),
         )
 
     def _mood(self, index: int) -> str:
@@ -126,7 +121,7 @@ async def behave(mood: str) -> None:
     """Do what the reward code of this mood does."""
     match mood:
         case "raises":
-            raise EnvironmentFailed("no such thing")
+            raise environment.EnvironmentFailed("no such thing")
         case "hangs":
             await asyncio.Event().wait()
         case "yields":

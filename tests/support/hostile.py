@@ -3,17 +3,18 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
 import numpy as np
+from support.bare_node import serving
 from support.counting_environment import STOP, counting_task, question, right_reply
 from support.memory_store import MemoryStore
 from support.swarm import Swarm, at_home
-from support.witness import Said, felt, now_and_then, told
+from support.witness import Said, felt, now_and_then, witness_logprob
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.hashing import digest as digest_of
@@ -34,7 +35,7 @@ from primerl.node.trainer import run_manifest
 from primerl.node.weights.codec import CODEC, encode_full
 from primerl.node.weights.replica import prove
 from primerl.node.weights.state import State, Tensor
-from primerl.protocol import tickets
+from primerl.protocol import messages, tickets
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
@@ -48,27 +49,6 @@ from primerl.protocol.manifests import (
     TensorInfo,
     Ticket,
     encode,
-)
-from primerl.protocol.messages import (
-    Accepted,
-    ControlRequest,
-    GetHeads,
-    GetVerdicts,
-    Goodbye,
-    HeadNotice,
-    Heads,
-    Hello,
-    LeaseReply,
-    LeaseRequest,
-    Message,
-    SubmitFrom,
-    SubmitOffer,
-    Submitted,
-    SyncRecords,
-    Verdicts,
-    WatchHeads,
-    Welcome,
-    WorkerStats,
 )
 from primerl.protocol.rollouts import (
     BranchRecord,
@@ -110,9 +90,10 @@ class HostileTrainer:
         self.store = MemoryStore(max_bytes=1 << 30)
         self.ledger = Ledger(swarm.directory / "hostile.db")
         self.upstreams: list[bytes] = []
-        self.lie: HeadNotice | None = None
+        self.lie: messages.HeadNotice | None = None
         """Said on every watch, after the newest head."""
         self._heads: dict[int, bytes] = {}
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> "HostileTrainer":
         config = RunConfig.model_validate(self._swarm.settings)
@@ -128,15 +109,8 @@ class HostileTrainer:
         ticket = Ticket(self.run, self.key.node_id, transport.addresses(), (), now, now + AN_HOUR)
         self._swarm.ticket = tickets.issue(self.key, ticket)
         blobs = BlobServer(self.store, ChunkArrivals(), Pacer(0))
-        router = Router(
-            transport,
-            PeerTable(),
-            {ALPN_CONTROL: self._answer, ALPN_BLOBS: blobs.handle},
-            max_streams_per_peer=32,
-            max_peers=32,
-        )
-        self._transport = transport
-        self._serving = asyncio.create_task(router.run())
+        handlers = {ALPN_CONTROL: self._answer, ALPN_BLOBS: blobs.handle}
+        await self._stack.enter_async_context(serving(transport, handlers))
         return self
 
     async def __aexit__(
@@ -145,9 +119,7 @@ class HostileTrainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._serving.cancel()
-        await asyncio.wait([self._serving])
-        await self._transport.close()
+        await self._stack.aclose()
         self.ledger.close()
 
     def manifest(
@@ -192,10 +164,10 @@ class HostileTrainer:
         state: State,
         chunks: Sequence[bytes] | None = None,
         tensors: Sequence[TensorInfo] | None = None,
-    ) -> HeadNotice:
+    ) -> messages.HeadNotice:
         """Publish a version; with `chunks`, one with a wrong payload."""
         document = self.manifest(version, state, chunks, tensors)
-        notice = HeadNotice(self.head(version, state, document), document)
+        notice = messages.HeadNotice(self.head(version, state, document), document)
         await self.book.admit(notice)
         newest = self.book.latest()
         assert newest is not None
@@ -203,27 +175,27 @@ class HostileTrainer:
         return notice
 
     async def _answer(self, peer: bytes, stream: Stream) -> None:
-        request: ControlRequest = await receive(stream, ControlRequest)  # type: ignore[arg-type]
+        request: messages.ControlRequest = await receive(stream, messages.ControlRequest)  # type: ignore[arg-type]
         await self.reply(peer, stream, request)
 
-    async def reply(self, peer: bytes, stream: Stream, request: ControlRequest) -> None:
+    async def reply(self, peer: bytes, stream: Stream, request: messages.ControlRequest) -> None:
         """Answer a worker's message."""
-        reply: Message = Accepted()
+        reply: messages.Message = messages.Accepted()
         match request:
-            case WatchHeads() if self.lie is not None and (newest := self.book.latest()):
-                await send(stream, HeadNotice(newest.sealed))
+            case messages.WatchHeads() if self.lie is not None and (newest := self.book.latest()):
+                await send(stream, messages.HeadNotice(newest.sealed))
                 reply = self.lie
-            case WatchHeads():
+            case messages.WatchHeads():
                 return await self._server.watch(peer, stream, request)
-            case GetHeads():
+            case messages.GetHeads():
                 return await self._server.get(stream, request)
-            case Hello():
-                reply = Welcome(self.documents.sealed, "hostile", WIRE_VERSION)
-            case LeaseRequest():
+            case messages.Hello():
+                reply = messages.Welcome(self.documents.sealed, "hostile", WIRE_VERSION)
+            case messages.LeaseRequest():
                 await asyncio.sleep(0.05)
-                reply = LeaseReply((), (), tuple(self.upstreams), 50)
-            case SyncRecords():
-                reply = SyncRecords(tuple(self.upstreams))
+                reply = messages.LeaseReply((), (), tuple(self.upstreams), 50)
+            case messages.SyncRecords():
+                reply = messages.SyncRecords(tuple(self.upstreams))
             case _:
                 pass
         await send(stream, reply)
@@ -294,7 +266,7 @@ class Rogue:
             self._control = await self.connect()
         return self._control
 
-    async def ask(self, request: Message, kind: type[T]) -> T:
+    async def ask(self, request: messages.Message, kind: type[T]) -> T:
         """One request and its reply. Raises Refused."""
         return await ask(await self.control(), request, kind, deadline=DEADLINE)
 
@@ -312,23 +284,23 @@ class Rogue:
         wire_version: int = WIRE_VERSION,
     ) -> RunManifest:
         """Request admission."""
-        hello = Hello(
+        hello = messages.Hello(
             wire_version,
             "inference",
             "rogue",
             tickets.sealed_bytes(self.swarm.ticket) if ticket is None else ticket,
             self.record() if record is None else record,
         )
-        welcome = await self.ask(hello, Welcome)
+        welcome = await self.ask(hello, messages.Welcome)
         return unseal(welcome.manifest, Purpose.RUN, RunManifest, now=0, signer=self.trainer).body
 
     async def goodbye(self) -> None:
         """Say goodbye, returning open leases."""
-        await self.ask(Goodbye(), Accepted)
+        await self.ask(messages.Goodbye(), messages.Accepted)
 
     async def head(self) -> PolicyHead:
         """The newest head."""
-        reply = await self.ask(GetHeads(-1), Heads)
+        reply = await self.ask(messages.GetHeads(-1), messages.Heads)
         return unseal(
             reply.notices[-1].head, Purpose.HEAD, PolicyHead, now=0, signer=self.trainer
         ).body
@@ -337,9 +309,12 @@ class Rogue:
 
     async def poll(
         self, wanted: int, version: int = 0, holding: tuple[int, ...] | None = None
-    ) -> LeaseReply:
+    ) -> messages.LeaseReply:
         """Send one lease request."""
-        return await self.ask(LeaseRequest(wanted, WorkerStats(version), holding), LeaseReply)
+        return await self.ask(
+            messages.LeaseRequest(wanted, messages.WorkerStats(version), holding),
+            messages.LeaseReply,
+        )
 
     async def lease(self) -> tuple[Lease, bytes]:
         """Return the next lease, decoded and sealed."""
@@ -414,12 +389,14 @@ class Rogue:
         stream = await (await self.control()).open_stream()
         try:
             async with asyncio.timeout(DEADLINE):
-                offer = SubmitOffer(digest or digest_of(bundle), size or len(bundle), lease_id)
+                offer = messages.SubmitOffer(
+                    digest or digest_of(bundle), size or len(bundle), lease_id
+                )
                 await send(stream, offer)
-                reply = await receive_reply(stream, SubmitFrom | Submitted)  # type: ignore[arg-type]
-                if isinstance(reply, SubmitFrom):
+                reply = await receive_reply(stream, messages.SubmitFrom | messages.Submitted)  # type: ignore[arg-type]
+                if isinstance(reply, messages.SubmitFrom):
                     await stream.write(bundle[reply.offset :])
-                    reply = await receive_reply(stream, Submitted)
+                    reply = await receive_reply(stream, messages.Submitted)
         finally:
             await stream.abort()
         return unseal(
@@ -447,7 +424,7 @@ class Rogue:
         after = 0
         async with asyncio.timeout(DEADLINE):
             while True:
-                reply = await self.ask(GetVerdicts(after), Verdicts)
+                reply = await self.ask(messages.GetVerdicts(after), messages.Verdicts)
                 after = reply.next
                 for sealed in reply.verdicts:
                     verdict = unseal(
@@ -462,7 +439,7 @@ def say(prompt: Sequence[int], said: Sequence[int], head: PolicyHead) -> BranchR
     """Make a branch with the logprobs of the policy of `head`."""
     tokens = [*prompt, *said]
     logprobs = [
-        told(head.state, head.version, 1.0, tokens[:i], tokens[i])
+        witness_logprob(head.state, head.version, 1.0, tokens[:i], tokens[i])
         for i in range(len(prompt), len(tokens))
     ]
     return BranchRecord(

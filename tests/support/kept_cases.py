@@ -19,7 +19,7 @@ def keeper(directory: Path, model_dir: Path | None = None, **keep: Any) -> Rollo
     return RolloutKeeper(files, config, environments=["counting"], model_dir=model_dir or directory)
 
 
-def played(
+def make_group(
     rewards: Sequence[float], *, first: int = 1, versions: tuple[int, int] = (2, 3), lease: int = 7
 ) -> RolloutGroup:
     """A group of one task: the prompt [first, 5], then [6, 7 + i] drawn and a last token that was not."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from support.hostile import Rogue
 from support.swarm import Swarm
+from support.waiting import until
 
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import TransportError
@@ -70,14 +71,21 @@ class Contributor(Rogue):
         """Take leases and answer each at once with failures."""
         await self._abuse(until_deadline=False)
 
-    async def work_on(self) -> None:
-        """Work honestly at what it says that it can play."""
+    async def work_at_pace_of(self, name: str) -> None:
+        """Work honestly at the environments that it says it can play, as fast as the worker `name`."""
         while True:
             for lease, sealed in await self.take():
+                due = self._generated(name) + len(lease.tasks) * lease.group_size
+                await until(lambda due=due: self._generated(name) >= due)
                 with suppress(Refused, TransportError, TimeoutError):
                     bundle = self.bundle(sealed, await self.play(lease))
                     await self.submit(bundle, lease.lease_id)
             await asyncio.sleep(0.02)
+
+    def _generated(self, name: str) -> int:
+        """Return the number of completions that a worker's engine began."""
+        events = self.swarm.fakes.events
+        return sum(event.name == name and event.kind == "generate" for event in events)
 
     async def look(self) -> None:
         """Take leases and hand them back, for ever."""

@@ -24,13 +24,7 @@ from primerl.node.trainer.lease_book import (
 )
 from primerl.node.trainer.scheduler import BatchCutter, LeaseDemand
 from primerl.node.trainer.state import Progress
-from primerl.node.training.buffer import (
-    BranchTokens,
-    RolloutBuffer,
-    RolloutGroup,
-    ScoredRollout,
-    buffer_capacity,
-)
+from primerl.node.training import buffer
 from primerl.protocol.leases import Lease
 
 NOW = 1_000_000.0
@@ -117,9 +111,9 @@ class Simulation:
         )
         self.book = LeaseBook(policy)
         self.progress = Progress()
-        self.buffer = RolloutBuffer(
+        self.buffer = buffer.RolloutBuffer(
             max_off_policy_steps=self.staleness,
-            capacity=buffer_capacity(self.staleness, self.groups_per_batch),
+            capacity=buffer.buffer_capacity(self.staleness, self.groups_per_batch),
         )
         self._unverified: Counter[bytes] = Counter()
         registry = SimpleNamespace(
@@ -212,9 +206,11 @@ class Simulation:
             )
         self._cut()
 
-    def _group(self, worker: SimulatedWorker, task: bytes, version: int) -> RolloutGroup:
-        rollout = ScoredRollout([BranchTokens([1, 2], [False, True], [0.0, 0.0])], 0.0)
-        return RolloutGroup(task, "e", [rollout] * 4, version, worker.node, b"")
+    def _group(self, worker: SimulatedWorker, task: bytes, version: int) -> buffer.RolloutGroup:
+        rollout = buffer.ScoredRollout(
+            [buffer.BranchTokens([1, 2], [False, True], [0.0, 0.0])], 0.0
+        )
+        return buffer.RolloutGroup(task, "e", [rollout] * 4, version, worker.node, b"")
 
     # -- the trainer ---------------------------------------------------------------------------------
 

@@ -18,40 +18,33 @@ from primerl.node.p2p.connections import Handler
 from primerl.node.p2p.rpc import Refused, receive, send
 from primerl.node.p2p.transport import Stream, TransportError
 from primerl.node.storage.chunk_store import Store
+from primerl.protocol import messages
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.messages import (
-    BlobRequest,
-    ChunkFollows,
-    GetChunk,
-    HaveChunks,
-    InLine,
-    WatchChunks,
-)
 
-Ploy = Callable[[Stream, GetChunk], Awaitable[None]]
+Ploy = Callable[[Stream, messages.GetChunk], Awaitable[None]]
 BEAT_S = 0.2
 POLL_S = 1.0
 """A worker that asks for leases is listed as a source for the others."""
 
 
-async def keep_in_line(stream: Stream, request: GetChunk) -> None:
+async def keep_in_line(stream: Stream, request: messages.GetChunk) -> None:
     """Say for ever that the chunk comes soon."""
     while True:
-        await send(stream, InLine())
+        await send(stream, messages.InLine())
         await asyncio.sleep(BEAT_S)
 
 
-async def stay_silent(stream: Stream, request: GetChunk) -> None:
+async def stay_silent(stream: Stream, request: messages.GetChunk) -> None:
     """Answer nothing."""
     await asyncio.sleep(3600)
 
 
-async def deny(stream: Stream, request: GetChunk) -> None:
+async def deny(stream: Stream, request: messages.GetChunk) -> None:
     """Have nothing of what was claimed."""
     raise RemoteProtocolError(Reason.NOT_FOUND, "I only said so")
 
 
-async def be_busy(stream: Stream, request: GetChunk) -> None:
+async def be_busy(stream: Stream, request: messages.GetChunk) -> None:
     """Refuse at once, again and again."""
     raise RemoteProtocolError(Reason.BUSY, "come again")
 
@@ -59,7 +52,7 @@ async def be_busy(stream: Stream, request: GetChunk) -> None:
 def busy_after(seconds: float) -> Ploy:
     """Keep in line for so long, then refuse: each line ends below its limit."""
 
-    async def answer(stream: Stream, request: GetChunk) -> None:
+    async def answer(stream: Stream, request: messages.GetChunk) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await keep_in_line(stream, request)
@@ -71,8 +64,8 @@ def busy_after(seconds: float) -> Ploy:
 def trickle(size: int, rate: float) -> Ploy:
     """Send chunks of `size` bytes at `rate` bytes per second; none is right."""
 
-    async def answer(stream: Stream, request: GetChunk) -> None:
-        await send(stream, ChunkFollows(size))
+    async def answer(stream: Stream, request: messages.GetChunk) -> None:
+        await send(stream, messages.ChunkFollows(size))
         for _ in range(size):
             await stream.write(b"x")
             await asyncio.sleep(1.0 / rate)
@@ -83,14 +76,14 @@ def trickle(size: int, rate: float) -> Ploy:
 def late(store: Store, seconds: float) -> Ploy:
     """Keep in line for so long, then send the chunk: a source that is of some use, seldom."""
 
-    async def answer(stream: Stream, request: GetChunk) -> None:
+    async def answer(stream: Stream, request: messages.GetChunk) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await keep_in_line(stream, request)
         data = store.get(request.digest)
         if data is None:
             raise RemoteProtocolError(Reason.BUSY, "come again")
-        await send(stream, ChunkFollows(len(data)))
+        await send(stream, messages.ChunkFollows(len(data)))
         await stream.write(data)
         await stream.finish()
         with suppress(TransportError):
@@ -103,7 +96,7 @@ def in_turn(*ploys: Ploy) -> Ploy:
     """Do something else with each request."""
     turns = itertools.cycle(ploys)
 
-    async def answer(stream: Stream, request: GetChunk) -> None:
+    async def answer(stream: Stream, request: messages.GetChunk) -> None:
         await next(turns)(stream, request)
 
     return answer
@@ -113,12 +106,14 @@ def claiming(ploy: Ploy, *, asked: Callable[[bytes], None] | None = None) -> Han
     """Claim to hold whatever is watched; `asked` is told who requests a chunk."""
 
     async def handler(peer: bytes, stream: Stream) -> None:
-        request: BlobRequest = await receive(stream, BlobRequest)  # type: ignore[arg-type]
-        if isinstance(request, WatchChunks):
+        request: messages.BlobRequest = await receive(stream, messages.BlobRequest)  # type: ignore[arg-type]
+        if isinstance(request, messages.WatchChunks):
             count = len(request.chunks)
-            await send(stream, HaveChunks(((1 << count) - 1).to_bytes((count + 7) // 8, "little")))
+            await send(
+                stream, messages.HaveChunks(((1 << count) - 1).to_bytes((count + 7) // 8, "little"))
+            )
             return await asyncio.sleep(3600)
-        assert isinstance(request, GetChunk), "only an origin is asked otherwise"
+        assert isinstance(request, messages.GetChunk), "only an origin is asked otherwise"
         if asked is not None:
             asked(peer)
         await ploy(stream, request)

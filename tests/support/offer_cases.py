@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.memory_plan.planner import PlanLimits
@@ -67,7 +67,7 @@ def opened(reply: StageWait | StagePlanned, now: int = NOW) -> PipelinePlan:
     return found.body
 
 
-class World:
+class OfferNetwork:
     """A coordinator and offering nodes, all 10 ms apart."""
 
     def __init__(self, directory: Path, model: CutModel | None = MODEL) -> None:

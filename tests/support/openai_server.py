@@ -11,7 +11,7 @@ from aiohttp import web
 Answer = Callable[[dict[str, Any]], web.StreamResponse]
 
 
-def said(
+def chat_completion(
     text: str | None, finish: str = "stop", *, prompt: int = 7, completion: int = 3
 ) -> web.Response:
     """A chat completion."""

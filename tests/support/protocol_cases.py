@@ -10,57 +10,14 @@ from msgspec import Struct, structs
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.keys import SecretKey
+from primerl.protocol import audits, manifests, rollouts
 from primerl.protocol import messages as m
-from primerl.protocol.audits import (
-    AuditReport,
-    CrossedRow,
-    Place,
-    UnreadableRow,
-)
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, TaskRef, prompt_digest
-from primerl.protocol.manifests import (
-    AdapterContract,
-    Artifact,
-    ChunkRef,
-    EnvironmentContract,
-    FileRef,
-    Holding,
-    ModelContract,
-    PeerRecord,
-    PolicyHead,
-    PolicyManifest,
-    ProofContract,
-    RouteShape,
-    RunLimits,
-    RunManifest,
-    SamplingContract,
-    TensorInfo,
-    Thresholds,
-    Ticket,
-    encode,
-    run_id,
-)
 from primerl.protocol.numerics import ClassBounds, NumericsClass
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, StageOffer
 from primerl.protocol.retirement import Retirement, retire
-from primerl.protocol.rollouts import (
-    Blamed,
-    BranchRecord,
-    Crossed,
-    Evidence,
-    GroupRecord,
-    PipelineVerdict,
-    Receipt,
-    Rejection,
-    RolloutRecord,
-    Span,
-    Submission,
-    Verdict,
-    pack_f32,
-    pack_u32,
-)
 from primerl.protocol.trust import EquivocationProof
 
 NOW = 1_800_000_000
@@ -68,13 +25,13 @@ TRAINER = SecretKey.from_seed(bytes([1]) * 32)
 WORKER = SecretKey.from_seed(bytes([2]) * 32)
 STRANGER = SecretKey.from_seed(bytes([3]) * 32)
 
-CHUNK = ChunkRef(digest(b"chunk"), 5)
+CHUNK = manifests.ChunkRef(digest(b"chunk"), 5)
 
-PROOFS = ProofContract(
+PROOFS = manifests.ProofContract(
     fingerprint="projection",
     dtype="bfloat16",
-    reject=Thresholds(0.1, 0.05, 1.0, 0.06, 1.5, 12.0),
-    suspect=Thresholds(0.05, 0.02, 0.5, 0.03, 0.75, 5.0),
+    reject=manifests.Thresholds(0.1, 0.05, 1.0, 0.06, 1.5, 12.0),
+    suspect=manifests.Thresholds(0.05, 0.02, 0.5, 0.03, 0.75, 5.0),
     other_scale=0.5,
     audit_rate=0.25,
     false_bans=0.001,
@@ -83,20 +40,20 @@ PROOFS = ProofContract(
     source="hf against vllm",
 )
 
-MANIFEST = RunManifest(
+MANIFEST = manifests.RunManifest(
     name="demo",
     created=NOW,
     software="0.1.0",
     trainer=TRAINER.node_id,
-    model=ModelContract(
+    model=manifests.ModelContract(
         name="tiny",
-        files=(FileRef("config.json", CHUNK), FileRef("tokenizer.json", CHUNK)),
+        files=(manifests.FileRef("config.json", CHUNK), manifests.FileRef("tokenizer.json", CHUNK)),
         base_state=digest(b"base state"),
         vocab_size=512,
         stop_token_ids=(1, 2),
     ),
     environments=(
-        EnvironmentContract(
+        manifests.EnvironmentContract(
             name="sums",
             id="arithmetic",
             config=b'{"digits":1}',
@@ -104,20 +61,20 @@ MANIFEST = RunManifest(
             version="verifiers 0.4.0",
             group_size=8,
             max_turns=1,
-            sampling=SamplingContract(1.0, 64),
+            sampling=manifests.SamplingContract(1.0, 64),
         ),
     ),
-    limits=RunLimits(max_off_policy_steps=2, max_model_len=256),
+    limits=manifests.RunLimits(max_off_policy_steps=2, max_model_len=256),
     proofs=PROOFS,
     max_steps=40,
     nonce=digest(b"nonce"),
 )
-RUN = run_id(encode(MANIFEST))
+RUN = manifests.run_id(manifests.encode(MANIFEST))
 MIXED = structs.replace(
     MANIFEST,
     environments=(
         *MANIFEST.environments,
-        EnvironmentContract(
+        manifests.EnvironmentContract(
             name="words",
             id="word-game",
             config=b"{}",
@@ -125,7 +82,7 @@ MIXED = structs.replace(
             version="verifiers 0.4.0",
             group_size=4,
             max_turns=6,
-            sampling=SamplingContract(1.0, 16),
+            sampling=manifests.SamplingContract(1.0, 16),
             package="words 1.2",
             package_digest=digest(b"words"),
             rewards="sampled",
@@ -135,10 +92,10 @@ MIXED = structs.replace(
 """A run with several environments."""
 
 
-def played_otherwise(run: RunManifest, **changes: Any) -> RunManifest:
+def played_otherwise(run: manifests.RunManifest, **changes: Any) -> manifests.RunManifest:
     """Replace fields of a run's first environment, or of its sampling."""
     first, *others = run.environments
-    names = SamplingContract.__struct_fields__
+    names = manifests.SamplingContract.__struct_fields__
     drawn = {name: changes.pop(name) for name in names if name in changes}
     sampling = structs.replace(first.sampling, **drawn)
     one = structs.replace(first, **{"sampling": sampling, **changes})
@@ -149,20 +106,24 @@ NARROWED = played_otherwise(MANIFEST, top_p=0.9, top_k=40, stop=("</answer>", "\
 """A run that draws from its likeliest tokens only, and ends replies by strings."""
 ADAPTED = structs.replace(
     MANIFEST,
-    adapters=AdapterContract(rank=16, alpha=32.0, target_modules=("q_proj", "o_proj"), base=CHUNK),
-    routes=RouteShape(layers=1, experts=300, top_k=2),
+    adapters=manifests.AdapterContract(
+        rank=16, alpha=32.0, target_modules=("q_proj", "o_proj"), base=CHUNK
+    ),
+    routes=manifests.RouteShape(layers=1, experts=300, top_k=2),
 )
 """A run that trains adapters, and replays routes."""
 OTHER_RUN = digest(b"another run")
 
-POLICY_MANIFEST = PolicyManifest(
+POLICY_MANIFEST = manifests.PolicyManifest(
     run=RUN,
     version=0,
     state=digest(b"state 0"),
-    tensors=(TensorInfo("model.embed_tokens.weight", "BF16", (512, 32), digest(b"tensor")),),
+    tensors=(
+        manifests.TensorInfo("model.embed_tokens.weight", "BF16", (512, 32), digest(b"tensor")),
+    ),
     artifacts=(
-        Artifact("anchor", -1, NO_DIGEST, "xor-zstd-1", 5, (CHUNK,)),
-        Artifact("delta", 3, digest(b"state 3"), "xor-zstd-1", 5, (CHUNK,)),
+        manifests.Artifact("anchor", -1, NO_DIGEST, "xor-zstd-1", 5, (CHUNK,)),
+        manifests.Artifact("delta", 3, digest(b"state 3"), "xor-zstd-1", 5, (CHUNK,)),
     ),
 )
 LOCATED = structs.replace(
@@ -180,7 +141,7 @@ WITH_EARLIER = structs.replace(
 )
 """A manifest with the snapshot of an earlier version."""
 
-TICKET = Ticket(
+TICKET = manifests.Ticket(
     run=RUN,
     trainer=TRAINER.node_id,
     addresses=("192.0.2.1:4000", "[2001:db8::1]:4000"),
@@ -192,7 +153,7 @@ TICKET = Ticket(
     uses=8,
 )
 
-RECORD = PeerRecord(
+RECORD = manifests.PeerRecord(
     node=WORKER.node_id,
     role="inference",
     software="0.1.0",
@@ -201,7 +162,7 @@ RECORD = PeerRecord(
     share_address=True,
 )
 
-HOLDING = Holding(node=WORKER.node_id, term=1, version=3, complete=True)
+HOLDING = manifests.Holding(node=WORKER.node_id, term=1, version=3, complete=True)
 
 LEASE = Lease(
     lease_id=2**32 + 5,
@@ -213,7 +174,7 @@ LEASE = Lease(
     max_bytes=1 << 20,
 )
 MIXED_LEASE = structs.replace(LEASE, environment=1)
-PROMPTS = (pack_u32([11, 12, 13]), pack_u32([300]))
+PROMPTS = (rollouts.pack_u32([11, 12, 13]), rollouts.pack_u32([300]))
 PROMPTED_LEASE = structs.replace(
     LEASE,
     tasks=tuple(TaskRef(7 + at, prompt_digest(prompt)) for at, prompt in enumerate(PROMPTS)),
@@ -228,9 +189,9 @@ def head(
     previous: bytes = NO_DIGEST,
     state: bytes | None = None,
     manifest: bytes | None = None,
-) -> PolicyHead:
+) -> manifests.PolicyHead:
     """Make a head; two heads of one version may differ in `state` and `manifest`."""
-    return PolicyHead(
+    return manifests.PolicyHead(
         term=term,
         version=version,
         previous=previous,
@@ -243,7 +204,10 @@ def head(
 
 
 def sealed_head(
-    what: PolicyHead, key: SecretKey = TRAINER, run: bytes = RUN, expires: int = NOW + 3600
+    what: manifests.PolicyHead,
+    key: SecretKey = TRAINER,
+    run: bytes = RUN,
+    expires: int = NOW + 3600,
 ) -> bytes:
     """A head as it is gossiped."""
     return seal(key, Purpose.HEAD, run, what, expires=expires, sequence=what.version)
@@ -259,47 +223,50 @@ SEALED_LEASE = seal(
     expires=NOW + 180,
 )
 
-BRANCH = BranchRecord(
-    tokens=pack_u32([5, 6, 7, 1]),
+BRANCH = rollouts.BranchRecord(
+    tokens=rollouts.pack_u32([5, 6, 7, 1]),
     sampled=bytes([0, 0, 1, 1]),
-    logprobs=pack_f32([-0.5, -0.25]),
+    logprobs=rollouts.pack_f32([-0.5, -0.25]),
     policy_first=3,
     policy_last=4,
     finish="stop",
-    spans=(Span(0, 3), Span(1, 4)),
+    spans=(rollouts.Span(0, 3), rollouts.Span(1, 4)),
     proof=bytes(range(16)),
 )
 ROUTED_BRANCH = structs.replace(BRANCH, routes=bytes([7, 0, 43, 1, 0, 0, 1, 0]))
 """Of a run with the routes of ADAPTED."""
-SUPPORTED_BRANCH = structs.replace(BRANCH, support=bytes([2, 0]) + pack_u32([4, 9]))
+SUPPORTED_BRANCH = structs.replace(BRANCH, support=bytes([2, 0]) + rollouts.pack_u32([4, 9]))
 """Of NARROWED: token 7 was drawn from 4, 7 and 9, then token 1 was alone."""
 
-SUBMISSION = Submission(
+SUBMISSION = rollouts.Submission(
     lease=SEALED_LEASE,
     groups=(
-        GroupRecord(
+        rollouts.GroupRecord(
             11,
             digest(b"task 11"),
-            (RolloutRecord((BRANCH,), 1.0, ""), RolloutRecord((), 0.0, "tool failed")),
+            (
+                rollouts.RolloutRecord((BRANCH,), 1.0, ""),
+                rollouts.RolloutRecord((), 0.0, "tool failed"),
+            ),
         ),
-        GroupRecord(12, digest(b"task 12"), ()),
+        rollouts.GroupRecord(12, digest(b"task 12"), ()),
     ),
     engine="scripted",
 )
 SUBMITTED = digest(b"submission")
-RECEIPT = Receipt(SUBMITTED, LEASE.lease_id, NOW)
-VERDICT = Verdict(
+RECEIPT = rollouts.Receipt(SUBMITTED, LEASE.lease_id, NOW)
+VERDICT = rollouts.Verdict(
     submission=SUBMITTED,
     lease_id=LEASE.lease_id,
     accepted=1,
     rejections=(
-        Rejection(0, 1, Reason.ENVIRONMENT_ERROR, "tool failed"),
-        Rejection(1, 0, Reason.MISSING_INDEX, ""),
+        rollouts.Rejection(0, 1, Reason.ENVIRONMENT_ERROR, "tool failed"),
+        rollouts.Rejection(1, 0, Reason.MISSING_INDEX, ""),
     ),
     audited=1,
     rejected=2,
     challenge=digest(b"challenge"),
-    evidence=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5, 0.125, 0.5),),
+    evidence=(rollouts.Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5, 0.125, 0.5),),
     validator=STRANGER.node_id,
 )
 NUMERICS = NumericsClass("vllm", "0.25.1", "H100", 2, "bfloat16")
@@ -317,12 +284,12 @@ BOUNDS = ClassBounds(
     rejected_at_most=0.0047,
     suspected_at_most=0.02,
 )
-REPORT = AuditReport(
+REPORT = audits.AuditReport(
     job=7,
     submission=SUBMITTED,
     challenge=digest(b"challenge"),
-    measured=(Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
-    unreadable=(UnreadableRow(1, 1, True, "cut short"),),
+    measured=(rollouts.Evidence(0, 0, 2, 0.01, 0.001, 0.125, 0.002, 0.25, -3.5),),
+    unreadable=(audits.UnreadableRow(1, 1, True, "cut short"),),
     failed="",
 )
 PROOF = EquivocationProof(
@@ -385,16 +352,16 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
 SPLIT_SUBMISSION = structs.replace(
     SUBMISSION,
     plan=seal(TRAINER, Purpose.PIPELINE, RUN, PLAN, sequence=9, expires=NOW + 3600),
-    crossed=(Crossed(0, 0, 0, (bytes(range(16)),)),),
+    crossed=(rollouts.Crossed(0, 0, 0, (bytes(range(16)),)),),
 )
 """One whose tokens were drawn by a pipeline, and what is found out about it."""
 SPLIT_VERDICT = structs.replace(
     VERDICT,
-    pipeline=PipelineVerdict(
+    pipeline=rollouts.PipelineVerdict(
         PLAN.group,
         PLAN.generation,
         (WORKER.node_id, STRANGER.node_id),
-        (Blamed(0, 0, (0.25,), (1,)),),
+        (rollouts.Blamed(0, 0, (0.25,), (1,)),),
     ),
 )
 QUANTIZED = structs.replace(MANIFEST, proofs=structs.replace(PROOFS, quantization="fp8"))
@@ -403,7 +370,7 @@ MEASURED = structs.replace(MANIFEST, proofs=structs.replace(PROOFS, bounds="meas
 """A run that measures its bounds of noise, what a worker of it sends, and the verdict on it."""
 CLASSED_SUBMISSION = structs.replace(SUBMISSION, numerics=NUMERICS)
 CLASSED_VERDICT = structs.replace(VERDICT, bounds=BOUNDS)
-SPLIT_REPORT = structs.replace(REPORT, crossed=(CrossedRow(0, 0, (0.25,)),))
+SPLIT_REPORT = structs.replace(REPORT, crossed=(audits.CrossedRow(0, 0, (0.25,)),))
 
 
 def sealed(purpose: Purpose) -> bytes:
@@ -413,7 +380,7 @@ def sealed(purpose: Purpose) -> bytes:
 
 
 SEALED_RECORD = sealed(Purpose.PEER)
-NOTICE = m.HeadNotice(sealed_head(head(0)), encode(POLICY_MANIFEST))
+NOTICE = m.HeadNotice(sealed_head(head(0)), manifests.encode(POLICY_MANIFEST))
 STATS = m.WorkerStats(3, 0.5, 0.25, chunk_bytes={"trainer": 1000, "aabbccddee": 2**40})
 
 MESSAGES: tuple[m.Message, ...] = (
@@ -443,7 +410,7 @@ MESSAGES: tuple[m.Message, ...] = (
         submission=SUBMITTED,
         size=4096,
         challenge=digest(b"challenge"),
-        chosen=(Place(0, 0), Place(1, 1)),
+        chosen=(audits.Place(0, 0), audits.Place(1, 1)),
         versions=(2, 3),
         others=(m.OtherPolicies(3, (2,)),),
         seconds=120.5,

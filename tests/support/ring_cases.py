@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from support.bare_node import serving
 from support.memory_network import MemoryNetwork
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.errors import EngineError
-from primerl.node.p2p.connections import Router
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.transport import Transport
 from primerl.node.pipeline import stage_loop
@@ -61,10 +61,10 @@ def step(epoch: int, number: int, tokens: int = 3, body: bytes = b"what to do") 
 
 def same(one: Frame, other: Frame) -> bool:
     """Return whether two frames are equal, apart from queueing times."""
-    return said(one) == said(other)
+    return fields_of(one) == fields_of(other)
 
 
-def said(frame: Frame) -> tuple[Any, ...]:
+def fields_of(frame: Frame) -> tuple[Any, ...]:
     """Return a frame's fields, comparable."""
     tensors = [(one.dtype.name, one.shape, one.tobytes()) for one in frame.tensors]
     return (frame.kind, frame.epoch, frame.number, frame.body, frame.trail, tensors)
@@ -253,22 +253,10 @@ class Chain:
         peers = PeerTable()
         links = DelayedPool(transport, peers, connect_timeout_s=5.0)
         acceptor = LinkAcceptor(key.node_id, RUN, TRAINER.node_id)
-        router = Router(
-            transport,
-            peers,
-            {ALPN_PIPELINE: acceptor.handle},
-            max_streams_per_peer=32,
-            max_peers=32,
+        await self._stack.enter_async_context(
+            serving(transport, {ALPN_PIPELINE: acceptor.handle}, peers)
         )
-        serving = asyncio.create_task(router.run())
-
-        async def end() -> None:
-            serving.cancel()
-            await asyncio.wait([serving])
-            await links.close()
-            await transport.close()
-
-        self._stack.push_async_callback(end)
+        self._stack.push_async_callback(links.close)
         return Node(key, transport, peers, links, acceptor)
 
     def acquaint(self) -> None:

@@ -13,21 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from primerl.node.errors import EngineError
-from primerl.node.inference.engine import (
-    Completion,
-    EngineStats,
-    GenerateRequest,
-    check_request,
-    check_update,
-    find_fingerprint,
-)
+from primerl.node.inference import engine
 from primerl.node.inference.fingerprint import Hidden, Projection
 from primerl.node.weights.state import Changed, State
 
 WIDTH = 256
 """Of scripted hidden states."""
 
-Script = Callable[[GenerateRequest, int], Sequence[int]]
+Script = Callable[[engine.GenerateRequest, int], Sequence[int]]
 """(request, policy version) -> the tokens that it would say if nothing cut it short."""
 
 
@@ -62,7 +55,7 @@ class ScriptedEngine:
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See Engine. The model is not read; see scripted_hidden() for what is proved."""
         if fingerprint:
-            self._fingerprint = find_fingerprint(fingerprint)
+            self._fingerprint = engine.find_fingerprint(fingerprint)
         self._started = True
 
     async def load(self, version: int, state: State) -> None:
@@ -72,15 +65,15 @@ class ScriptedEngine:
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
         """See Engine. There is nothing to write, but what no engine takes is refused."""
-        check_update(state, changed)
+        engine.check_update(state, changed)
         await self.load(version, state)
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def generate(self, request: engine.GenerateRequest) -> engine.Completion:
         """See Engine. A load during the delay shows in `policy_last`."""
         self._check_running()
         if self._version < 0:
             raise EngineError("the engine holds no weights: load a policy version first")
-        check_request(request, self._vocab_size, self._max_model_len)
+        engine.check_request(request, self._vocab_size, self._max_model_len)
         first = self._version
         try:
             await asyncio.wait_for(self._closed.wait(), self._delay_s)
@@ -93,9 +86,9 @@ class ScriptedEngine:
             return replace(completion, proof=self._fingerprint.make(hidden))
         raise EngineError("the engine is closed: start another one")
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> engine.EngineStats:
         """See Engine. It is never busy."""
-        return EngineStats()
+        return engine.EngineStats()
 
     async def close(self) -> None:
         """See Engine."""
@@ -107,7 +100,7 @@ class ScriptedEngine:
         if not self._started:
             raise EngineError("the engine is not started: call start() first")
 
-    def _hashed(self, request: GenerateRequest, version: int) -> list[int]:
+    def _hashed(self, request: engine.GenerateRequest, version: int) -> list[int]:
         stops = request.stop_token_ids
         drawn: list[int] = []
         for index in range(request.max_tokens):
@@ -117,7 +110,9 @@ class ScriptedEngine:
         return drawn
 
 
-def _cut(request: GenerateRequest, script: Sequence[int], first: int, last: int) -> Completion:
+def _cut(
+    request: engine.GenerateRequest, script: Sequence[int], first: int, last: int
+) -> engine.Completion:
     """Cut the script at its first stop token or at max_tokens."""
     said = list(script[: request.max_tokens])
     ends = [index for index, token in enumerate(said) if token in request.stop_token_ids]
@@ -125,7 +120,7 @@ def _cut(request: GenerateRequest, script: Sequence[int], first: int, last: int)
         said = said[: ends[0] + 1]
     logprobs = [-1.0 - _number(request, first, index) % 1000 / 1000 for index in range(len(said))]
     finish = "stop" if ends else "length"
-    return Completion(said, logprobs, finish, first, last)
+    return engine.Completion(said, logprobs, finish, first, last)
 
 
 def scripted_hidden(version: int, token_ids: Sequence[int]) -> Hidden:
@@ -140,7 +135,7 @@ def scripted_hidden(version: int, token_ids: Sequence[int]) -> Hidden:
     return np.frombuffer(b"".join(rows), dtype=np.int8).reshape(-1, WIDTH).astype(np.float32)
 
 
-def _number(request: GenerateRequest, version: int, index: int) -> int:
+def _number(request: engine.GenerateRequest, version: int, index: int) -> int:
     """Hash everything that a token may depend on to 48 bits."""
     words = (request.seed, version, request.temperature, index, *request.prompt)
     digest = hashlib.blake2b(repr(words).encode(), digest_size=6).digest()

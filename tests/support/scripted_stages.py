@@ -84,7 +84,7 @@ def through(weights: Weights, stage: Stage, states: States) -> States:
     return states
 
 
-def drawn(state: States, seed: int, vocabulary: int) -> tuple[int, float]:
+def sample_token(state: States, seed: int, vocabulary: int) -> tuple[int, float]:
     """Return (token, logprob) for a position's last state; every fourth token ends a sequence."""
     name = derive("drawn", state.tobytes(), seed.to_bytes(8, "big"))
     token = STOP if name[0] % 4 == 0 else int.from_bytes(name[1:4], "big") % vocabulary
@@ -225,7 +225,7 @@ class ScriptedStage:
 
     def _drawn(self, frame: Frame, step: ScriptedStep, states: States) -> Frame:
         pairs = [
-            drawn(state, seed, step.vocabulary)
+            sample_token(state, seed, step.vocabulary)
             for state, seed in zip(states, step.seeds, strict=True)
         ]
         tokens, logprobs = zip(*pairs, strict=True)
@@ -520,7 +520,7 @@ class ScriptedAuditor:
                 row, first = crossed(row, one.encoding), one.layers
                 own.append(row[0])
             row = through(weights[version], Stage(bytes(32), first, layers), row)
-            token, logprob = drawn(row[0], seeds[at], self._run.model.vocab_size)
+            token, logprob = sample_token(row[0], seeds[at], self._run.model.vocab_size)
             ends.append(row[0])
             margins.append(0.0 if token == tokens[at] else 10.0)
             apart.append(abs(claimed - logprob))

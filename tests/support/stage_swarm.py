@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from primerl.node.weights.state import State, Tensor
 
 STALL_S = 6.0
 """Above the beat of a line."""
+GUARD_S = 250.0
+"""A busy machine takes long for what a quiet one does in seconds."""
 LAYERS = 4
 
 
@@ -85,15 +88,27 @@ class StageSwarm(Swarm):
         self.fakes.go.set()
         self.fakes.go.clear()
 
-    async def stage(self, rank: int) -> tuple[str, dict[str, Any]]:
-        """Wait for a healthy ring; return name and stage row of the worker with this rank."""
-        async with asyncio.timeout(100.0):
+    async def stage(
+        self, rank: int, holds: Callable[[dict[str, Any]], bool] = lambda row: True
+    ) -> tuple[str, dict[str, Any]]:
+        """Wait for a healthy ring; return name and stage row of the worker with this rank, once `holds`."""
+        async with asyncio.timeout(GUARD_S):
             while True:
                 for name, worker in self.workers.items():
                     if worker.task is not None and not worker.task.done():
                         row = (await worker.status())["stage"]
-                        if row and row["rank"] == rank and row["state"] == "healthy":
+                        healthy = row and row["rank"] == rank and row["state"] == "healthy"
+                        if healthy and holds(row):
                             return name, row
+                await asyncio.sleep(0.05)
+
+    async def until_broken(self, worker: Running, row: dict[str, Any]) -> None:
+        """Wait until the ring of a worker has broken since `row`: it may have another plan by now."""
+        async with asyncio.timeout(GUARD_S):
+            while True:
+                now = (await worker.status())["stage"]
+                if not now or now["state"] != "healthy" or now["epoch"] > row["epoch"]:
+                    return
                 await asyncio.sleep(0.05)
 
     def _factories(self, running: Running, ledger: Any = None) -> factories.Factories:

@@ -48,7 +48,7 @@ CLEAN = Verdict(
 )
 
 
-def drawn(group: int, rollout: int) -> bool:
+def is_challenged(group: int, rollout: int) -> bool:
     """Return whether the challenge selects a rollout, by the public rule."""
     return draw(CHALLENGE, group, rollout) < RATE
 

@@ -1,11 +1,13 @@
 """Time that passes only while everything waits: what is computed costs none, on a busy machine neither."""
 
 import asyncio
+import functools
 import selectors
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -57,3 +59,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             return runner.run(work)
         finally:
             time.monotonic = real
+
+
+def on_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Decorate a test that run() is to run; its fixtures may not be asynchronous."""
+
+    @functools.wraps(test)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        run(test(*args, **kwargs))
+
+    return call

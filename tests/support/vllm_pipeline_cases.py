@@ -12,15 +12,7 @@ from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.place import StagePlace, share_of
-from primerl.node.pipeline.frames import (
-    PREFIX_BYTES,
-    Frame,
-    FrameLimits,
-    Kind,
-    encode,
-    head_size,
-    read_head,
-)
+from primerl.node.pipeline import frames
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
 from primerl.node.weights.state import Changed, State
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage
@@ -36,7 +28,7 @@ class ByteRing:
         self.connections = [0] * stages
         self.most_at_once = 0
         self._under_way = 0
-        self._limits = FrameLimits.of(shape)
+        self._limits = frames.FrameLimits.of(shape)
         self._delay_s = delay_s
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._epoch = 0
@@ -63,8 +55,8 @@ class ByteRing:
     def break_now(self, words: str = "a line was cut") -> None:
         """Fail the current epoch and send stage 0 a FAULT."""
         self.cut = True
-        frame = Frame(Kind.FAULT, self._epoch, 1, words.encode())
-        for part in encode(frame, self._limits):
+        frame = frames.Frame(frames.Kind.FAULT, self._epoch, 1, words.encode())
+        for part in frames.encode(frame, self._limits):
             self._writers[0].write(part)
 
     @asynccontextmanager
@@ -109,13 +101,13 @@ class ByteRing:
         return handle
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes:
-        prefix = await reader.readexactly(PREFIX_BYTES)
-        raw = await reader.readexactly(head_size(prefix))
-        head = read_head(raw, self._limits) if raw else None
+        prefix = await reader.readexactly(frames.PREFIX_BYTES)
+        raw = await reader.readexactly(frames.head_size(prefix))
+        head = frames.read_head(raw, self._limits) if raw else None
         contents = await reader.readexactly(head.size) if head else b""
-        if head is not None and head.kind is Kind.STEP and not self.cut:
+        if head is not None and head.kind is frames.Kind.STEP and not self.cut:
             self._under_way = head.number
-        if head is not None and head.kind is Kind.DRAWN:
+        if head is not None and head.kind is frames.Kind.DRAWN:
             self.most_at_once = max(self.most_at_once, self._under_way - head.number + 1)
         if self.cut and head is not None and head.epoch <= self._epoch:
             return b""

@@ -28,7 +28,7 @@ from primerl.protocol.manifests import RunManifest
 Said = Callable[[GenerateRequest], Sequence[int]]
 
 
-def told(
+def witness_logprob(
     state: bytes, version: int, temperature: float, before: Sequence[int], token: int
 ) -> float:
     """Return a token's logprob under the state with this digest: -(version + 1) and a fraction."""
@@ -42,7 +42,7 @@ def felt(state: bytes, before: Sequence[int]) -> Hidden:
     return np.frombuffer(name, np.int8).astype(np.float32)
 
 
-def version_told(logprob: float) -> int:
+def version_of(logprob: float) -> int:
     """Return the version that is encoded in a logprob."""
     return math.floor(-logprob) - 1
 
@@ -173,7 +173,7 @@ class WitnessEngine:
                 versions.append(self._version)
                 rows.append(felt(self._state, before))
                 logprobs.append(
-                    told(self._state, self._version, request.temperature, before, token)
+                    witness_logprob(self._state, self._version, request.temperature, before, token)
                 )
                 tokens.append(token)
         finally:
@@ -241,7 +241,10 @@ class WitnessAuditor:
         )
         temperature = item.temperature
         apart = [
-            abs(claim - told(names[version], version, temperature, tokens[:at], tokens[at]))
+            abs(
+                claim
+                - witness_logprob(names[version], version, temperature, tokens[:at], tokens[at])
+            )
             for claim, version, at in zip(item.logprobs, item.versions, places, strict=True)
         ]
         rows = [
@@ -325,7 +328,7 @@ class WitnessBackend(CountingBackend):
 def trained_ages(batch: TrainBatch) -> set[int]:
     """Return the staleness of a batch's tokens, as encoded in their logprobs."""
     return {
-        batch.step - 1 - version_told(logprob)
+        batch.step - 1 - version_of(logprob)
         for sample in batch.samples
         for flag, logprob in zip(sample.mask, sample.logprobs, strict=True)
         if flag

@@ -102,7 +102,7 @@ class AlphabetSortTask(vf.Task[AlphabetSortData, vf.State, AlphabetSortTaskConfi
 
     @vf.metric
     async def exact(self, trace: vf.Trace) -> float:
-        """1.0 if every turn has the right list, else 0.0."""
+        """Return 1.0 if every turn has the right list, else 0.0."""
         replies = [message.content or "" for message in trace.assistant_messages]
         if len(replies) < len(self.data.answers):
             return 0.0
@@ -121,12 +121,12 @@ def turn_score(reply: str, answer: Sequence[str], tag: str, power: int) -> float
     If there are several lists the last one counts, and only if each is better than the one before it.
     """
     expected = "\n".join(answer).lower()
-    found: list[float] = []
+    scores: list[float] = []
     for text in re.findall(f"<{tag}>(.*?)</{tag}>", reply, re.DOTALL):
         lines = [line.strip().lower() for line in text.split("\n") if line.strip()]
-        found.append(difflib.SequenceMatcher(None, "\n".join(lines), expected).ratio() ** power)
-    improves = all(later > earlier for earlier, later in pairwise(found))
-    return found[-1] if found and improves else 0.0
+        scores.append(difflib.SequenceMatcher(None, "\n".join(lines), expected).ratio() ** power)
+    improves = all(later > earlier for earlier, later in pairwise(scores))
+    return scores[-1] if scores and improves else 0.0
 
 
 class AlphabetSortEnv(vf.SingleAgentEnv):

@@ -95,16 +95,16 @@ def _episode(
         known += new
         ranked = sorted(known, key=lambda name: _part(name, place))
         answers.append([name + MARK if turn and name in new else name for name in ranked])
-        told = ", ".join(draws.sample(new, count))
+        listed = ", ".join(draws.sample(new, count))
         if not turn:
             shown = draws.between(config.min_names_per_turn, config.max_names_per_turn)
             messages.append(
-                f"Sort these names in alphabetical order by {label} name: {told}\n\n"
+                f"Sort these names in alphabetical order by {label} name: {listed}\n\n"
                 f"{_form(FIRST_TAG, [f'Name{i}' for i in range(1, shown + 1)])}"
             )
             continue
         message = (
-            f"Now sort ALL of these names alphabetically by {label} name: {told}\n\n"
+            f"Now sort ALL of these names alphabetically by {label} name: {listed}\n\n"
             "These are in addition to the prior list. Mark any NEW names (that weren't in the prior list) with "
             f"`{MARK.strip()}` at the end."
         )

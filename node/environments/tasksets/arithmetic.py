@@ -41,17 +41,17 @@ class ArithmeticTask(vf.Task[ArithmeticData]):
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
-        """One reply is all there is."""
+        """End the conversation after one reply."""
         return trace.num_turns >= 1
 
     @vf.reward(weight=1.0)
     async def exact(self, trace: vf.Trace) -> float:
-        """1.0 for the right number in a reply that ended by itself, else 0.0."""
+        """Return 1.0 for the right number in a reply that ended by itself, else 0.0."""
         return float(trace.last_reply == self.data.answer and not trace.is_truncated)
 
     @vf.metric
     async def numeric(self, trace: vf.Trace) -> float:
-        """1.0 if the reply is a whole number in plain digits at all."""
+        """Return 1.0 if the reply is a whole number in plain digits at all."""
         digits = trace.last_reply.removeprefix("-")
         return float(digits.isascii() and digits.isdigit())
 

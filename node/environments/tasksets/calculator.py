@@ -77,12 +77,12 @@ class CalculatorTask(vf.Task[CalculatorData, CalculatorState]):
 
     @vf.reward(weight=1.0)
     async def exact(self, trace: vf.Trace) -> float:
-        """1.0 for the right number in a last reply that ended by itself, else 0.0."""
+        """Return 1.0 for the right number in a last reply that ended by itself, else 0.0."""
         return float(trace.last_reply == self.data.answer and not trace.is_truncated)
 
     @vf.reward(weight=0.2)
     async def computed(self, trace: vf.Trace) -> float:
-        """1.0 if the calculator ever showed the right number."""
+        """Return 1.0 if the calculator ever showed the right number."""
         return float(self.data.answer in trace.state.results)
 
 
@@ -143,19 +143,19 @@ def evaluate(expression: str) -> str:
 def _value(node: ast.expr) -> int:
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
-            found = value
+            number = value
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            found = -_value(operand)
+            number = -_value(operand)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            one, other = _value(left), _value(right)
+            first, other = _value(left), _value(right)
             if not other and isinstance(sign, ast.FloorDiv | ast.Mod):
                 raise ValueError("division by zero")
-            found = _OPERATORS[type(sign)](one, other)
+            number = _OPERATORS[type(sign)](first, other)
         case _:
             raise ValueError("only whole numbers, +, -, *, //, % and parentheses are known")
-    if found.bit_length() > MAX_BITS:
+    if number.bit_length() > MAX_BITS:
         raise ValueError("the number is too large")
-    return found
+    return number
 
 
 __all__ = ["CalculatorTaskset"]

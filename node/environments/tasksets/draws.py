@@ -28,9 +28,9 @@ class Draws:
             self._number = int.from_bytes(hashlib.shake_128(name).digest(DIGEST_BYTES), "big")
             self._left = 1 << 8 * DIGEST_BYTES
             self._block += 1
-        self._number, drawn = divmod(self._number, count)
+        self._number, number = divmod(self._number, count)
         self._left //= count
-        return drawn
+        return number
 
     def between(self, low: int, high: int) -> int:
         """Draw a number in low..high."""

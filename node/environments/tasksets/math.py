@@ -122,17 +122,17 @@ class MathTask(vf.Task[MathData]):
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
-        """One reply is all there is."""
+        """End the conversation after one reply."""
         return trace.num_turns >= 1
 
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
-        """1.0 for a boxed answer of the same value, else 0.0."""
+        """Return 1.0 for a boxed answer of the same value, else 0.0."""
         return float(is_right(trace.last_reply, self.data.answer))
 
     @vf.metric
     async def boxed(self, trace: vf.Trace) -> float:
-        """1.0 if there is a boxed answer at all."""
+        """Return 1.0 if there is a boxed answer at all."""
         return float(bool(boxed_answer(trace.last_reply)))
 
 
@@ -217,8 +217,8 @@ def _is_same_float(gold: Any, reply: Any) -> bool:
 
     if not (gold.has(Float) or reply.has(Float)):
         return False
-    one, other = gold.doit().evalf(), reply.doit().evalf()
-    difference, size = abs(one - other), abs(one)
+    exact, other = gold.doit().evalf(), reply.doit().evalf()
+    difference, size = abs(exact - other), abs(exact)
     return bool(difference.is_finite and size.is_finite and difference <= NOISE * size)
 
 
@@ -261,17 +261,17 @@ def _fraction(draws: Draws, most: int) -> tuple[str, str]:
 
 
 def _quadratic(draws: Draws, most: int) -> tuple[str, str]:
-    one, other = draws.between(-most, most), draws.between(-most, most)
-    larger, smaller = max(one, other), min(one, other)
-    equation = f"x^2 {_signed(-one - other, 'x')} {_signed(one * other)} = 0"
+    root, other = draws.between(-most, most), draws.between(-most, most)
+    larger, smaller = max(root, other), min(root, other)
+    equation = f"x^2 {_signed(-root - other, 'x')} {_signed(root * other)} = 0"
     which, answer = draws.choice((("larger", larger), ("smaller", smaller)))
     return f"What is the {which} solution of {equation} ?", str(answer)
 
 
 def _product(draws: Draws, most: int) -> tuple[str, str]:
-    one, other, factor = (draws.between(1, most) for _ in range(3))
-    question = f"What is the coefficient of x in (x + {one})({factor}x - {other})?"
-    return question, str(factor * one - other)
+    first, other, factor = (draws.between(1, most) for _ in range(3))
+    question = f"What is the coefficient of x in (x + {first})({factor}x - {other})?"
+    return question, str(factor * first - other)
 
 
 def _system(draws: Draws, most: int) -> tuple[str, str]:

@@ -133,12 +133,12 @@ class MathEnvTask(vf.Task[MathEnvData]):
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
-        """One reply is all there is."""
+        """End the conversation after one reply."""
         return trace.num_turns >= 1
 
     @vf.reward(weight=1.0)
     async def correct(self, trace: vf.Trace) -> float:
-        """1.0 for a boxed answer of the same value, else 0.0; then len_reward is applied, if there is one."""
+        """Return 1.0 for a boxed answer of the same value, else 0.0, then apply len_reward if there is one."""
         solved = self._solved(trace)
         if self.data.len_reward is None:
             return solved
@@ -146,17 +146,17 @@ class MathEnvTask(vf.Task[MathEnvData]):
 
     @vf.metric
     async def solved(self, trace: vf.Trace) -> float:
-        """1.0 for a right answer, of whatever length."""
+        """Return 1.0 for a right answer, of whatever length."""
         return self._solved(trace)
 
     @vf.metric
     async def boxed(self, trace: vf.Trace) -> float:
-        """1.0 if there is a boxed answer at all."""
+        """Return 1.0 if there is a boxed answer at all."""
         return float(bool(boxed_answer(trace.last_reply)))
 
     @vf.metric
     async def off_target(self, trace: vf.Trace) -> float:
-        """Tokens by which the reply is longer than its target, negative if shorter; 0 without a target."""
+        """Return how many tokens longer than its target the reply is; 0 without a target."""
         target = self.data.target_length
         return float(_length(trace) - target) if target else 0.0
 
@@ -182,11 +182,11 @@ class MathEnvTaskset(vf.Taskset[MathEnvTask, MathEnvConfig]):
         prompt, system, target = question + self.config.instruction_prompt, None, 0
         if lengths is not None:
             target = lengths.target(Draws("math-env", self.config.seed, number))
-            told = lengths.instruction(target)
+            instruction = lengths.instruction(target)
             if lengths.length_prompt_location == "system_prompt":
-                system = told
+                system = instruction
             else:
-                prompt = f"{prompt} {told}"
+                prompt = f"{prompt} {instruction}"
         values = {
             "prompt": prompt,
             "system_prompt": system,
@@ -198,24 +198,24 @@ class MathEnvTaskset(vf.Taskset[MathEnvTask, MathEnvConfig]):
 
     @cached_property
     def _problems(self) -> list[tuple[str, str]]:
-        """(question, answer) of each selected row. Raises ValueError if there is none."""
+        """List (question, answer) of each selected row. Raises ValueError if there is none."""
         config = self.config
-        found = [
+        problems = [
             (question, answer)
             for row in config.rows()
             for question, answer in _problem(row, config)
         ]
-        if not found:
+        if not problems:
             raise ValueError(
                 f"{config.dataset_name} has no row with {config.question_key} and {config.answer_key} that "
                 "is asked: correct question_key, answer_key or the bounds of difficulty_key"
             )
         if config.dataset_shuffle:
             draws = Draws("shuffle", config.dataset_seed)
-            for place in range(len(found) - 1, 0, -1):
+            for place in range(len(problems) - 1, 0, -1):
                 other = draws.below(place + 1)
-                found[place], found[other] = found[other], found[place]
-        return found
+                problems[place], problems[other] = problems[other], problems[place]
+        return problems
 
 
 def _problem(row: Mapping[str, Any], config: MathEnvConfig) -> Iterator[tuple[str, str]]:

@@ -67,7 +67,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
-        """One reply is all there is."""
+        """End the conversation after one reply."""
         return trace.num_turns >= 1
 
     @vf.reward(weight=1.0)
@@ -79,10 +79,10 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
         family = open_family(data.family, data.options, data.seed)
         puzzle = make_puzzle(family, data.family, data.item)
         try:
-            found = float(family.score_answer(answer, puzzle))
+            score = float(family.score_answer(answer, puzzle))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return 0.0  # several families fail on answers of another form
-        return min(1.0, max(0.0, found))
+        return min(1.0, max(0.0, score))
 
 
 class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
@@ -157,8 +157,8 @@ def open_family(name: str, options: str, seed: int) -> Any:
 
 def read_answer(reply: str) -> str:
     """Return the text in a reply's last answer tags, outside its thoughts; empty without them."""
-    found = re.findall(r"<answer>(.*?)</answer>", reply.rsplit("</think>", 1)[-1], re.DOTALL)
-    return found[-1].strip() if found else ""
+    answers = re.findall(r"<answer>(.*?)</answer>", reply.rsplit("</think>", 1)[-1], re.DOTALL)
+    return answers[-1].strip() if answers else ""
 
 
 __all__ = ["ReasoningGymTaskset"]

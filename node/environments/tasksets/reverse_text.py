@@ -46,17 +46,17 @@ class ReverseTextTask(vf.Task[ReverseTextData]):
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
-        """One reply is all there is."""
+        """End the conversation after one reply."""
         return trace.num_turns >= 1
 
     @vf.reward(weight=1.0)
     async def exact(self, trace: vf.Trace) -> float:
-        """1.0 for the reversed string in a reply that ended by itself, else 0.0."""
+        """Return 1.0 for the reversed string in a reply that ended by itself, else 0.0."""
         return float(trace.last_reply == self.data.answer and not trace.is_truncated)
 
     @vf.metric
     async def lcs(self, trace: vf.Trace) -> float:
-        """Longest common subsequence of reply and answer, over the longer of both; 0.0..1.0."""
+        """Return the longest common subsequence of reply and answer over the longer of both, 0.0..1.0."""
         reply, answer = trace.last_reply, self.data.answer
         return common_subsequence(reply, answer) / max(len(reply), len(answer))
 
@@ -64,8 +64,7 @@ class ReverseTextTask(vf.Task[ReverseTextData]):
 def common_subsequence(left: str, right: str) -> int:
     """Return the length of the longest common subsequence.
 
-    O(len(left)
-    - len(right)) time, one row of memory.
+    Takes O(len(left) * len(right)) time and one row of memory.
     """
     row = [0] * (len(right) + 1)
     for char in left:

@@ -37,7 +37,7 @@ class ReverseTextHubTask(vf.Task[ReverseTextHubData]):
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
-        """One reply is all there is."""
+        """End the conversation after one reply."""
         return trace.num_turns >= 1
 
     @vf.reward(weight=1.0)
@@ -51,7 +51,7 @@ class ReverseTextHubTask(vf.Task[ReverseTextHubData]):
 
     @vf.metric
     async def exact(self, trace: vf.Trace) -> float:
-        """1.0 if the tagged text is the reverse, else 0.0."""
+        """Return 1.0 if the tagged text is the reverse, else 0.0."""
         return float(_tagged(trace.last_reply) == self.data.reverse)
 
 

@@ -99,14 +99,15 @@ class WordGameTask(vf.Task[WordGameData, WordGameState]):
 
     @vf.reward(weight=1.0)
     async def solved(self, trace: vf.Trace) -> float:
-        """1.0 if the last guess is the secret, else 0.0."""
+        """Return 1.0 if the last guess is the secret, else 0.0."""
         return float(trace.state.guesses[-1:] == (self.data.secret,))
 
     @vf.reward(weight=0.2)
     async def closeness(self, trace: vf.Trace) -> float:
         """Return the share of letters in place in the best guess; one elsewhere counts half."""
         return max(
-            (_closeness(marks(one, self.data.secret)) for one in trace.state.guesses), default=0.0
+            (_closeness(marks(guess, self.data.secret)) for guess in trace.state.guesses),
+            default=0.0,
         )
 
     @vf.metric
@@ -122,8 +123,8 @@ class WordGameTask(vf.Task[WordGameData, WordGameState]):
 
 def read_guess(reply: str) -> str:
     """Return the five letters in a reply's last square brackets, in lower case; else empty."""
-    found = re.findall(r"\[\s*([A-Za-z]+)\s*\]", reply)
-    return found[-1].lower() if found and len(found[-1]) == LETTERS else ""
+    guesses = re.findall(r"\[\s*([A-Za-z]+)\s*\]", reply)
+    return guesses[-1].lower() if guesses and len(guesses[-1]) == LETTERS else ""
 
 
 def marks(guess: str, secret: str) -> str:
@@ -134,17 +135,17 @@ def marks(guess: str, secret: str) -> str:
     if not guess:
         return ABSENT * LETTERS
     pairs = list(zip(guess, secret, strict=True))
-    left = Counter(right for letter, right in pairs if letter != right)
-    found: list[str] = []
+    elsewhere = Counter(right for letter, right in pairs if letter != right)
+    letter_marks: list[str] = []
     for letter, right in pairs:
         if letter == right:
-            found.append(IN_PLACE)
-        elif left[letter]:
-            left[letter] -= 1
-            found.append(ELSEWHERE)
+            letter_marks.append(IN_PLACE)
+        elif elsewhere[letter]:
+            elsewhere[letter] -= 1
+            letter_marks.append(ELSEWHERE)
         else:
-            found.append(ABSENT)
-    return "".join(found)
+            letter_marks.append(ABSENT)
+    return "".join(letter_marks)
 
 
 def _closeness(text: str) -> float:
@@ -155,21 +156,21 @@ class WordGameEnv(vf.SingleAgentEnv):
     """Env that answers each guess, until one is right or none is left."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        """One game."""
-        secret, left = task.data.secret, task.data.max_guesses
+        """Play one game."""
+        secret, guesses_left = task.data.secret, task.data.max_guesses
         async with agents.agent.interaction(task) as interaction:
             segment = await interaction.turn()
             while True:
                 guess = read_guess(segment.last_reply)
                 interaction.trace.state.guesses += (guess,)
-                left -= 1
-                if segment.terminated or guess == secret or not left:
+                guesses_left -= 1
+                if segment.terminated or guess == secret or not guesses_left:
                     return
                 guesses = interaction.trace.state.guesses
                 if task.data.hints:
-                    answer = f"{left} left: {known(guesses, secret)}"
+                    answer = f"{guesses_left} left: {known(guesses, secret)}"
                 else:
-                    answer = answer_to(guess, secret, left)
+                    answer = answer_to(guess, secret, guesses_left)
                 segment = await interaction.turn(answer)
 
 
@@ -178,20 +179,20 @@ def known(guesses: Sequence[str], secret: str) -> str:
 
     The hint is the first missing letter, but never the last missing one. A reply without a guess gives none.
     """
-    found = [ABSENT] * LETTERS
+    pattern = [ABSENT] * LETTERS
     for guess in filter(None, guesses):
         for place, letter in enumerate(guess):
             if letter == secret[place]:
-                found[place] = letter
-        if found.count(ABSENT) > 1:
-            place = found.index(ABSENT)
-            found[place] = secret[place]
-    return "".join(found)
+                pattern[place] = letter
+        if pattern.count(ABSENT) > 1:
+            place = pattern.index(ABSENT)
+            pattern[place] = secret[place]
+    return "".join(pattern)
 
 
-def answer_to(guess: str, secret: str, left: int) -> str:
+def answer_to(guess: str, secret: str, guesses_left: int) -> str:
     """Describe which letters of a guess are in place or elsewhere, and the guesses left."""
-    rest = f"{left} {'guess' if left == 1 else 'guesses'} left."
+    rest = f"{guesses_left} {'guess' if guesses_left == 1 else 'guesses'} left."
     if not guess:
         return f"That was no guess: write a word of {LETTERS} letters in square brackets. {rest}"
     return f"{' '.join(guess.upper())}\n{' '.join(marks(guess, secret))}\n{rest}"
@@ -229,24 +230,24 @@ def _shown_game(
 ) -> Iterator[str]:
     """Yield guesses up to the secret; the skilled ones are from `words`."""
     guesses, fitting = list[str](), words
-    for left in reversed(range(config.max_guesses)):
+    for guesses_left in reversed(range(config.max_guesses)):
         is_skilled = draws.below(1000) < 1000 * config.demonstration_skill
         letters = "".join(draws.choice(ascii_lowercase) for _ in range(LETTERS))
         guesses.append(draws.choice(fitting) if is_skilled else letters)
         yield guesses[-1]
-        if guesses[-1] == secret or not left:
+        if guesses[-1] == secret or not guesses_left:
             return
         if config.hints:
-            told = known(guesses, secret)
-            fitting = [one for one in words if fits(one, told)]
+            pattern = known(guesses, secret)
+            fitting = [word for word in words if fits(word, pattern)]
         else:
-            told = marks(guesses[-1], secret)
-            fitting = [one for one in fitting if marks(guesses[-1], one) == told]
+            pattern = marks(guesses[-1], secret)
+            fitting = [word for word in fitting if marks(guesses[-1], word) == pattern]
 
 
-def fits(word: str, told: str) -> bool:
+def fits(word: str, pattern: str) -> bool:
     """Return whether a word has all letters that are known."""
-    return all(letter in (one, ABSENT) for one, letter in zip(word, told, strict=True))
+    return all(letter in (mark, ABSENT) for mark, letter in zip(word, pattern, strict=True))
 
 
 _RULES = (

@@ -240,7 +240,7 @@ async def test_a_policy_that_changes_in_the_middle_is_in_the_stamp(model_dir: Pa
 # -- where texts end ----------------------------------------------------------------------------------
 
 
-async def said(model_dir: Path, text: str, **fields: Any) -> dict[str, Any]:
+async def complete_saying(model_dir: Path, text: str, **fields: Any) -> dict[str, Any]:
     async with api(SayingEngine(text), model_dir) as client:
         reply = await client.complete(return_token_ids=True, logprobs=0, **fields)
     assert reply.status == 200, reply.text
@@ -256,7 +256,7 @@ async def streamed(model_dir: Path, text: str, **fields: Any) -> list[dict[str, 
 async def test_a_completion_ends_before_its_stop_string_and_with_the_token_that_completes_it(
     model_dir: Path,
 ) -> None:
-    choice = await said(model_dir, "one END two", stop="END")
+    choice = await complete_saying(model_dir, "one END two", stop="END")
     assert (choice["text"], choice["finish_reason"]) == ("one ", "stop")
     assert choice["stop_reason"] == "END"
     assert bytes(choice["token_ids"]) == b"one END"
@@ -264,12 +264,14 @@ async def test_a_completion_ends_before_its_stop_string_and_with_the_token_that_
 
 
 async def test_the_stop_string_is_kept_where_that_is_asked_for(model_dir: Path) -> None:
-    choice = await said(model_dir, "one END", stop=["zzz", "END"], include_stop_str_in_output=True)
+    choice = await complete_saying(
+        model_dir, "one END", stop=["zzz", "END"], include_stop_str_in_output=True
+    )
     assert choice["text"] == "one END"
 
 
 async def test_the_stop_string_that_is_complete_first_counts(model_dir: Path) -> None:
-    choice = await said(model_dir, "a cat sat", stop=["cat sat", "sat", "at"])
+    choice = await complete_saying(model_dir, "a cat sat", stop=["cat sat", "sat", "at"])
     assert (choice["text"], choice["stop_reason"]) == ("a c", "at")
 
 
@@ -312,7 +314,7 @@ async def test_a_character_is_streamed_when_all_of_its_bytes_are_here(model_dir:
     assert all("\ufffd" not in one for one in texts)
 
 
-async def test_bytes_that_are_no_text_are_told_in_the_end(model_dir: Path) -> None:
+async def test_bytes_that_are_no_text_are_emitted_at_the_end(model_dir: Path) -> None:
     async with api(SayingEngine("abcd\u00e9"), model_dir) as client:
         reply = await client.complete(stream=True, max_tokens=5)
     texts = [event["choices"][0]["text"] for event in reply.events]
@@ -378,9 +380,7 @@ UNABLE: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), UNABLE, ids=lambda one: str(one)[:20])
-async def test_what_cannot_be_done_is_said_and_never_left_out(
-    idle: Client, name: str, value: Any
-) -> None:
+async def test_unsupported_options_are_refused_by_name(idle: Client, name: str, value: Any) -> None:
     for reply in (
         await idle.chat(**{name: value}),
         await idle.generate([1], sampling_params={name: value}),
@@ -510,7 +510,7 @@ async def test_a_model_without_a_chat_template_completes_and_cannot_chat(tmp_pat
     assert plain.json["choices"][0]["text"] == "ok"
 
 
-async def test_a_template_is_told_what_it_asks_for(tmp_path: Path) -> None:
+async def test_a_template_gets_the_variables_that_it_reads(tmp_path: Path) -> None:
     engine = SayingEngine()
     async with api(engine, chat_dir(tmp_path, template=THINKING)) as client:
         for value in (True, None, False):

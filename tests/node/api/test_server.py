@@ -132,7 +132,7 @@ class HeldEngine(SayingEngine):
         return completion
 
 
-async def test_more_than_there_is_room_for_is_told_to_come_back(model_dir: Path) -> None:
+async def test_requests_beyond_the_queue_are_refused_as_busy(model_dir: Path) -> None:
     engine = HeldEngine("ok")
     async with api(engine, model_dir, max_inflight=3) as client:
         first = asyncio.create_task(client.complete(n=2))
@@ -149,7 +149,7 @@ async def test_more_than_there_is_room_for_is_told_to_come_back(model_dir: Path)
         assert (await client.complete(n=3)).status == 200  # and there is room again
 
 
-async def test_what_takes_too_long_is_given_up(model_dir: Path) -> None:
+async def test_a_request_beyond_its_deadline_is_given_up(model_dir: Path) -> None:
     engine = SayingEngine("ok", delay_s=30.0)
     async with api(engine, model_dir, timeout_s=1.0) as client:
         whole = await client.complete()

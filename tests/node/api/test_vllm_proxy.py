@@ -180,7 +180,7 @@ async def test_room_is_counted_while_vllm_answers(
         assert (await client.chat()).status == 200
 
 
-async def test_an_engine_that_dies_is_said_whole_and_streamed(
+async def test_a_dead_engine_is_reported_whole_and_streamed(
     client: Client, upstream: ScriptedUpstream
 ) -> None:
     events = (await client.chat(stream=True, do="die")).events
@@ -194,7 +194,9 @@ async def test_an_engine_that_dies_is_said_whole_and_streamed(
     assert (await client.chat()).status == 503
 
 
-async def test_what_takes_too_long_is_given_up(upstream: ScriptedUpstream, model_dir: Path) -> None:
+async def test_a_request_beyond_its_deadline_is_given_up(
+    upstream: ScriptedUpstream, model_dir: Path
+) -> None:
     async with api(SayingEngine(), model_dir, proxied=upstream, timeout_s=0.5) as client:
         assert (await client.chat(do="hang")).status == 504
         events = (await client.chat(stream=True, do="stall")).events

@@ -92,7 +92,7 @@ async def running(node: Node, told: Announced) -> AsyncGenerator[Client]:
             await task
 
 
-async def drawn(client: Client, prompt: list[int]) -> list[int]:
+async def generated_ids(client: Client, prompt: list[int]) -> list[int]:
     reply = await client.generate(prompt, sampling_params={"max_tokens": 9, "seed": 4})
     assert reply.status == 200, reply.text
     return reply.json["choices"][0]["token_ids"]
@@ -115,7 +115,7 @@ async def test_the_step_weights_of_a_run_are_served_as_what_they_are(
     config = serve_config(tmp_path / "n", model={"name": str(directory)})
     node = OwnPolicy(config, key(), told)
     async with running(node, told) as client:
-        found = await drawn(client, [97, 98])
+        found = await generated_ids(client, [97, 98])
         [card] = (await client.get("/v1/models")).json["data"]
         status = await asyncio.to_thread(control.ask, tmp_path / "n", "status")
     assert (card["id"], card["policy_version"], card["max_model_len"]) == (str(directory), 12, 64)
@@ -146,7 +146,7 @@ async def test_adapters_are_served_merged_into_their_base(
     model = {"name": str(directory), "base": str(base)}
     node = OwnPolicy(serve_config(tmp_path / "n", model=model), key(), announced)
     async with running(node, announced) as client:
-        found = await drawn(client, [97, 98])
+        found = await generated_ids(client, [97, 98])
     assert found == await wanted(base, merge(state, adapters, lora))
     assert found != await wanted(base, state)
 

@@ -30,7 +30,7 @@ from primerl.protocol.version import MIB
         (["--training.seq-len", "2048", "--engine.max-model-len", "4096"], 1024, 1024),
     ],
 )
-def test_a_sequence_fits_into_a_row_the_model_and_what_the_engine_was_told(
+def test_a_sequence_fits_into_a_row_the_model_and_the_engine(
     flags: list[str], positions: int, longest: int
 ) -> None:
     assert longest_sequence(load(RunConfig, flags, {}), positions) == longest
@@ -60,7 +60,7 @@ def test_replies_that_never_fit_are_refused(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("flags", "written"), [([], 0), (["--engine.max-model-len", "512"], 512)])
-def test_the_workers_of_rl_are_told_a_length_only_where_it_was_set(
+def test_the_workers_of_rl_get_a_length_only_where_it_was_set(
     flags: list[str], written: int, tmp_path: Path
 ) -> None:
     path = write_worker_config(load(RunConfig, flags, {}), tmp_path)

@@ -32,7 +32,7 @@ class LongPrompts(CountingEnvironment):
         return [*await super().prompt(task)] * 4
 
 
-async def test_replies_that_end_before_their_limit_are_told_before_the_first_step(
+async def test_replies_that_end_before_their_limit_are_reported_before_the_first_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     environment = LongPrompts()

@@ -61,7 +61,7 @@ class Scripted:
         return Completion(ids, [-1.0] * len(ids), "stop", 0, 0)
 
 
-async def played(environment: Environment, index: int, *replies: str) -> tuple[Episode, Scripted]:
+async def play(environment: Environment, index: int, *replies: str) -> tuple[Episode, Scripted]:
     """A rollout of task `index`, whose score was recomputed and is the same."""
     task, policy = await environment.task(index), Scripted(*replies)
     episode = await environment.run(task, policy)
@@ -137,11 +137,11 @@ async def test_the_known_answer_of_a_problem_is_right(family: str, model_dir: Pa
     for index in range(8):
         shown = await shown_reply(environment, await environment.task(index))
         answer = bytes(shown[:-1]).decode()
-        right, _ = await played(environment, index, f"<think>\\boxed{{0}}</think> So {answer}.")
+        right, _ = await play(environment, index, f"<think>\\boxed{{0}}</think> So {answer}.")
         assert right.score.metrics == {"correct": 1.0, "boxed": 1.0}
-        wrong, _ = await played(environment, index, "\\boxed{123456}")
+        wrong, _ = await play(environment, index, "\\boxed{123456}")
         assert wrong.score.metrics == {"correct": 0.0, "boxed": 1.0}
-        bare, _ = await played(environment, index, answer[7:-1])
+        bare, _ = await play(environment, index, answer[7:-1])
         assert bare.score.metrics == {"correct": 0.0, "boxed": 0.0}
 
 
@@ -321,8 +321,8 @@ async def test_a_seeds_data_set_is_read_from_files_of_its_schema(
     assert len(held_out) + len(set(found)) == len({*found, *held_out}) == 40
     number = int(re.findall(r"(\d+) \+ 1\?", found[0])[0])
     assert "\\boxed" in found[0]
-    right, _ = await played(environment, 0, f"\\boxed{{{number + 1}}}")
-    wrong, _ = await played(environment, 0, f"\\boxed{{{number}}}")
+    right, _ = await play(environment, 0, f"\\boxed{{{number + 1}}}")
+    wrong, _ = await play(environment, 0, f"\\boxed{{{number}}}")
     assert (right.score.reward, wrong.score.reward) == (1.0, 0.0)
 
 
@@ -350,7 +350,7 @@ async def test_intellect_math_tells_and_rewards_target_lengths(home: Path, model
     prompt = await asked(environment, 0)
     assert prompt.startswith("Think for 500 tokens before giving a response.")
     number = int(re.findall(r"(\d+) \+ 1\?", prompt)[0])
-    episode, _ = await played(environment, 0, f"\\boxed{{{number + 1}}}")
+    episode, _ = await play(environment, 0, f"\\boxed{{{number + 1}}}")
     length = len(f"\\boxed{{{number + 1}}}") + 1
     assert episode.score.reward == pytest.approx(0.0003 * (500 - length) + 0.5)
     assert episode.score.metrics["off_target"] == length - 500
@@ -465,7 +465,7 @@ async def test_a_text_of_a_data_set_is_reversed_in_tags_as_prime_rl_asks_for(
     text = next(text for text in texts if text in prompt)
 
     async def reward(reply: str) -> float:
-        return (await played(environment, 0, reply))[0].score.reward
+        return (await play(environment, 0, reply))[0].score.reward
 
     turned = text[::-1]
     assert await reward(f"<reversed_text>\n{turned}\n</reversed_text>") == 1.0
@@ -496,7 +496,7 @@ async def test_a_long_reply_with_a_wrong_beginning_earns_nothing_as_in_prime_rl(
         prompt = bytes(one for one in await environment.prompt(task) if one < 256).decode()
         text = max((one for one in texts if one in prompt), key=len)
         reply = f"<reversed_text>?{text[::-1][1:]}</reversed_text>"
-        found[len(text)] = (await played(environment, index, reply))[0].score.reward
+        found[len(text)] = (await play(environment, index, reply))[0].score.reward
     assert min(reward for length, reward in found.items() if length < 200) > 0.95
     assert {reward for length, reward in found.items() if length >= 200} == {0.0}
 
@@ -566,10 +566,10 @@ async def test_a_sorted_list_of_a_data_set_earns_what_prime_rl_pays(
     tasks = islice(alphabet_sort_hub.AlphabetSortHubTaskset(config).load(), 40)
     data = next(task.data for task in tasks if str(task.data.prompt) in first)
     right = [tagged(answer, turn) for turn, answer in enumerate(data.answers)]
-    episode, policy = await played(environment, 0, *right)
+    episode, policy = await play(environment, 0, *right)
     assert episode.score.reward == 1.0
     assert "Now sort ALL of these names" in policy.prompts[1]
-    wrong, _ = await played(environment, 0, right[0], "none")
+    wrong, _ = await play(environment, 0, right[0], "none")
     assert wrong.score.reward == 0.5
 
 
@@ -595,7 +595,7 @@ async def test_right_lists_are_shown_turn_by_turn(model_dir: Path) -> None:
         said = [bytes(one for one in reply if one < 256).decode() for _, reply in shown.turns()]
         data = sort_data(min_turns=2, max_turns=2)[index]
         assert said == [tagged(lines, turn) for turn, lines in enumerate(data.answers)]
-        episode, _ = await played(environment, index, *said)
+        episode, _ = await play(environment, index, *said)
         assert episode.score.reward == 1.0
 
 
@@ -621,7 +621,7 @@ async def test_an_episode_has_all_its_turns_and_right_lists_earn_one(model_dir: 
     environment = await opened(model_dir, "alphabet-sort", **options)
     data = sort_data(**options)[2]
     right = [tagged(lines, turn) for turn, lines in enumerate(data.answers)]
-    episode, policy = await played(environment, 2, *right)
+    episode, policy = await play(environment, 2, *right)
     assert episode.score.metrics == {"alphabet_sort": 1.0, "exact": 1.0}
     assert [
         policy.prompts[turn].endswith(text)
@@ -629,9 +629,9 @@ async def test_an_episode_has_all_its_turns_and_right_lists_earn_one(model_dir: 
     ]
     assert policy.prompts[2].startswith(str(data.prompt) + right[0] + data.follow_ups[0] + right[1])
     assert [branch.finish for branch in episode.branches] == ["stop"]
-    partly, _ = await played(environment, 2, right[0], "I do not know", right[2])
+    partly, _ = await play(environment, 2, right[0], "I do not know", right[2])
     assert partly.score.reward == pytest.approx(2 / 3)
-    none, _ = await played(environment, 2, "", right[0], tagged(["Nobody"], 2))
+    none, _ = await play(environment, 2, "", right[0], tagged(["Nobody"], 2))
     assert none.score.reward < 0.05
     assert none.score.metrics["exact"] == 0.0
 
@@ -655,7 +655,7 @@ async def test_the_power_may_apply_to_the_mean(model_dir: Path) -> None:
     first = tagged(sort_data(min_turns=2, max_turns=2)[0].answers[0], 0)
     score = {"power_per_turn": False, "similarity_power": 2}
     environment = await opened(model_dir, "alphabet-sort", min_turns=2, max_turns=2, task=score)
-    half, _ = await played(environment, 0, first, "no")
+    half, _ = await play(environment, 0, first, "no")
     assert half.score.reward == pytest.approx(0.25)
 
 
@@ -709,7 +709,7 @@ async def test_a_game_ends_with_the_secret_and_each_guess_is_answered(model_dir:
     environment = await opened(model_dir, "word-game")
     secret = secret_of(4)
     rolled = secret[1:] + secret[0]
-    episode, policy = await played(
+    episode, policy = await play(
         environment, 4, f"[{rolled}]", "hm", f"so it is [{secret}]", "never said"
     )
     assert len(policy.prompts) == 3
@@ -752,11 +752,11 @@ def test_hints_are_the_letters_in_place_and_one_more(
 async def test_hints_alone_do_not_win_a_game(model_dir: Path) -> None:
     environment = await opened(model_dir, "word-game", max_guesses=3, hints=True)
     secret = secret_of(0)
-    episode, policy = await played(environment, 0, "[zzzzz]", "hm", f"[{secret[0]}zzzz]")
+    episode, policy = await play(environment, 0, "[zzzzz]", "hm", f"[{secret[0]}zzzz]")
     assert [prompt.endswith(f"{secret[0]}----") for prompt in policy.prompts] == [False, True, True]
     assert episode.score.metrics["solved"] == 0.0
     assert episode.score.reward == pytest.approx(0.2 * 0.2)
-    won, _ = await played(environment, 0, "[zzzzz]", f"[{secret}]")
+    won, _ = await play(environment, 0, "[zzzzz]", f"[{secret}]")
     assert won.score.reward == pytest.approx(1.2)
 
 
@@ -822,7 +822,7 @@ async def test_a_lost_game_is_over_after_its_last_guess(model_dir: Path) -> None
     environment = await opened(model_dir, "word-game", max_guesses=2)
     secret = secret_of(0)
     wrong = f"[{secret[:4]}{'x' if secret[4] != 'x' else 'y'}]"
-    episode, policy = await played(environment, 0, "[zzzzz]", wrong, f"[{secret}]")
+    episode, policy = await play(environment, 0, "[zzzzz]", wrong, f"[{secret}]")
     assert len(policy.prompts) == 2
     assert episode.score.metrics["solved"] == 0.0
     assert episode.score.reward == pytest.approx(0.2 * 0.8)
@@ -842,9 +842,9 @@ async def test_a_puzzle_is_generated_and_scored_by_its_library(model_dir: Path) 
         assert task == await again.task(index)
         shown = await shown_reply(environment, task)
         answer = bytes(shown[:-1]).decode()
-        assert (await played(environment, index, f"so {answer}"))[0].score.reward == 1.0
-        assert (await played(environment, index, "<answer>pear</answer>"))[0].score.reward < 0.1
-        assert (await played(environment, index, answer[8:-9]))[0].score.reward == 0.0
+        assert (await play(environment, index, f"so {answer}"))[0].score.reward == 1.0
+        assert (await play(environment, index, "<answer>pear</answer>"))[0].score.reward < 0.1
+        assert (await play(environment, index, answer[8:-9]))[0].score.reward == 0.0
     held_out = {await asked(environment, index, "eval") for index in range(20)}
     assert not held_out & {await asked(environment, index) for index in range(200)}
 
@@ -854,7 +854,7 @@ async def test_a_family_of_few_items_opens_and_gives_tasks(family: str, model_di
     pytest.importorskip("reasoning_gym")
     environment = await opened(model_dir, "reasoning-gym", family=family)
     shown = await shown_reply(environment, await environment.task(0))
-    episode, _ = await played(environment, 0, bytes(shown[:-1]).decode())
+    episode, _ = await play(environment, 0, bytes(shown[:-1]).decode())
     assert episode.score.reward == 1.0
 
 
@@ -882,7 +882,7 @@ async def test_an_answer_that_a_family_cannot_read_earns_nothing(
 ) -> None:
     pytest.importorskip("reasoning_gym")
     environment = await opened(model_dir, "reasoning-gym", family=family)
-    assert (await played(environment, 0, "<answer>a b \x00</answer>"))[0].score.reward < 0.1
+    assert (await play(environment, 0, "<answer>a b \x00</answer>"))[0].score.reward < 0.1
 
 
 @pytest.mark.parametrize("family", ["countdown", "n_queens", "codeio"])

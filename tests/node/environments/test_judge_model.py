@@ -15,7 +15,7 @@ from aiohttp import web
 from support import fake_environment_process as fake
 from support.chat_model import IM_END, make_chat_model
 from support.counting_environment import STOP
-from support.openai_server import Answer, Server, openai_server, refused, said
+from support.openai_server import Answer, Server, chat_completion, openai_server, refused
 from support.waiting import until
 
 from primerl.node.config.chat_api import JudgeConfig
@@ -79,7 +79,7 @@ async def judge(
 async def test_the_environments_code_decides_the_messages_alone(tmp_path: Path) -> None:
     told = {"model": "gpt-dear", "temperature": 1.5, "n": 64, "user": "x", "seed": 3}
     schema = {"type": "json_object"}
-    async with judge(tmp_path, lambda _: said("yes"), max_tokens=50) as (model, server):
+    async with judge(tmp_path, lambda _: chat_completion("yes"), max_tokens=50) as (model, server):
         await model.ask(request("a", **told, response_format=schema, max_completion_tokens=9))
         await model.ask(request("b", max_tokens=10**9, stop=["."]))
     fixed = {"model": "m", "temperature": 0.0}
@@ -104,7 +104,7 @@ async def test_equal_requests_get_equal_answers_also_after_a_restart(tmp_path: P
     count = iter(range(100))
 
     def fickle(_: object) -> web.StreamResponse:
-        return said(f"answer {next(count)}")
+        return chat_completion(f"answer {next(count)}")
 
     async with judge(tmp_path, fickle) as (model, server):
         same = await asyncio.gather(*(model.ask(request("a")) for _ in range(20)))
@@ -123,7 +123,7 @@ async def test_equal_requests_get_equal_answers_also_after_a_restart(tmp_path: P
 
 async def hangs(_: web.Request) -> web.StreamResponse:
     await asyncio.sleep(60.0)
-    return said("late")
+    return chat_completion("late")
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ async def hangs(_: web.Request) -> web.StreamResponse:
     ],
     ids=["down", "key", "refuses", "garbage", "nothing", "endless", "hangs"],
 )
-async def test_a_judge_that_does_not_answer_is_waited_for_and_said(
+async def test_a_judge_that_does_not_answer_is_waited_for_and_named(
     tmp_path: Path, trouble: web.Response | None, shown: str
 ) -> None:
     """However it fails: nothing is lost by it, and once it works all that waited is answered."""
     works = False
-    async with openai_server(lambda _: said("yes")) as server:
+    async with openai_server(lambda _: chat_completion("yes")) as server:
         handle = server.handle
 
         async def handler(request: web.Request) -> web.StreamResponse:
@@ -187,7 +187,7 @@ async def test_a_conversation_that_breaks_the_judge_is_refused_and_holds_up_noth
     tmp_path: Path,
 ) -> None:
     def answer(body: dict[str, Any]) -> web.StreamResponse:
-        return refused(500, "cannot") if asked(body) == "poison" else said("fine")
+        return refused(500, "cannot") if asked(body) == "poison" else chat_completion("fine")
 
     async with judge(tmp_path, answer) as (model, server):
         with pytest.raises(JudgeRefused, match=f"failed {TRIES} times on this.*500: cannot"):
@@ -205,14 +205,16 @@ async def test_a_judge_that_asks_for_patience_gets_it(tmp_path: Path) -> None:
     def answer(body: dict[str, Any]) -> web.StreamResponse:
         nonlocal left
         left -= asked(body) == "unlucky"
-        return refused(429, "slow") if asked(body) == "unlucky" and left else said("fine")
+        return (
+            refused(429, "slow") if asked(body) == "unlucky" and left else chat_completion("fine")
+        )
 
     async with judge(tmp_path, answer) as (model, _):
         assert answered(await model.ask(request("unlucky"))) == "fine"
 
 
 async def test_no_more_is_asked_at_a_time_than_the_config_says(tmp_path: Path) -> None:
-    async with judge(tmp_path, lambda _: said("yes"), concurrency=3) as (model, server):
+    async with judge(tmp_path, lambda _: chat_completion("yes"), concurrency=3) as (model, server):
         await asyncio.gather(*(model.ask(request(str(number))) for number in range(30)))
     assert server.most == 3
 
@@ -230,7 +232,7 @@ async def test_no_more_is_asked_at_a_time_than_the_config_says(tmp_path: Path) -
     ids=["long", "cut", "list", "nested", "no messages", "stream"],
 )
 async def test_what_is_no_chat_completion_is_not_sent_on(tmp_path: Path, hostile: bytes) -> None:
-    async with judge(tmp_path, lambda _: said("yes")) as (model, server):
+    async with judge(tmp_path, lambda _: chat_completion("yes")) as (model, server):
         with pytest.raises(JudgeRefused):
             await model.ask(hostile)
     assert server.bodies == []
@@ -301,7 +303,7 @@ async def test_a_rollout_waits_for_its_judge_beyond_the_deadline_of_its_code(
     down = True
 
     def answer(_: object) -> web.StreamResponse:
-        return refused(503, "overloaded") if down else said("yes")
+        return refused(503, "overloaded") if down else chat_completion("yes")
 
     async with (
         openai_server(answer) as server,
@@ -321,7 +323,7 @@ async def test_a_rollout_waits_for_its_judge_beyond_the_deadline_of_its_code(
 
 async def test_code_that_floods_the_judge_costs_its_rollout_alone(tmp_path: Path) -> None:
     async with (
-        openai_server(lambda _: said("yes")) as server,
+        openai_server(lambda _: chat_completion("yes")) as server,
         moody(tmp_path, server.url, "floods judged") as environment,
     ):
         flood, judged = [await environment.task(index) for index in range(2)]
@@ -344,7 +346,9 @@ async def test_a_worker_plays_without_the_judge_and_the_trainer_scores_what_it_p
         if down:
             return refused(503, "overloaded")
         told = {"hello": "yes", "go away": "no"}
-        return said(told.get(asked(body).partition(" no. ")[2], "I would rather not say"))
+        return chat_completion(
+            told.get(asked(body).partition(" no. ")[2], "I would rather not say")
+        )
 
     model_dir = make_chat_model(tmp_path / "model")
     async with openai_server(answer) as server:
@@ -426,7 +430,7 @@ async def test_what_the_judges_client_runs_is_no_fault_of_the_environment_that_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(TASKSETS)
-    async with openai_server(lambda _: said("yes")) as server:
+    async with openai_server(lambda _: chat_completion("yes")) as server:
         told = {"id": "graded", "judge": {"url": server.url, "model": "m"}}
         trial = EnvironmentTrial(
             TrialOptions(

@@ -74,7 +74,7 @@ async def say(environment: Environment, tmp_path: Path, *replies: str, task: int
     return await environment.run(await environment.task(task), policy)
 
 
-def said(branch: Branch, directory: Path) -> list[str]:
+def environment_messages(branch: Branch, directory: Path) -> list[str]:
     """What the environment said after each reply but the last."""
     ids, flags, found = branch.token_ids, branch.sampled, list[str]()
     places = [i for i in range(1, len(ids)) if flags[i] != flags[i - 1]]
@@ -147,11 +147,11 @@ async def test_rollouts_at_once_have_their_own_state_and_their_own_tools(
     for number, episode in enumerate(episodes[:4]):
         assert episode.error == ""
         assert episode.score.reward == 2 * (number + 1)
-        results = said(episode.branches[0], tmp_path)
+        results = environment_messages(episode.branches[0], tmp_path)
         assert f"<|tool|>{number + 1}, sum 1" in results[0]
         assert f"<|tool|>{number + 1}, sum 2" in results[1]
         assert f"<|tool|>gold{number}" in results[2]
-    first, second = said(episodes[4].branches[0], tmp_path)
+    first, second = environment_messages(episodes[4].branches[0], tmp_path)
     assert "gold5" in first
     assert "empty" in second
 
@@ -175,7 +175,7 @@ async def test_whatever_a_call_is_like_it_has_a_result(
     environment = await start()
     episode = await say(environment, tmp_path, reply, "done")
     assert episode.error == ""
-    assert result in said(episode.branches[0], tmp_path)[0]
+    assert result in environment_messages(episode.branches[0], tmp_path)[0]
     task = await environment.task(0)
     assert await environment.score(task, episode.branches) == episode.score
 
@@ -234,6 +234,7 @@ def test_calls_of_every_form_are_read() -> None:
         assert CallParser(form).read("plain <text>") == ("plain <text>", [])
 
 
+@pytest.mark.slow
 async def test_tools_run_in_the_environments_own_process_without_sockets(
     start: Start, tmp_path: Path
 ) -> None:
@@ -267,7 +268,7 @@ async def test_tools_that_cannot_be_called_or_checked_are_refused_at_the_start(
         await start(options=options, **args)
 
 
-async def test_a_template_without_calls_needs_to_be_told_their_form(start: Start) -> None:
+async def test_a_template_without_tool_calls_needs_a_parser_in_the_config(start: Start) -> None:
     shown = TOOLED.replace("in m.tool_calls or []", "in []")
     with pytest.raises(EnvironmentFailed, match="writes no tool calls"):
         await start(template=shown)
@@ -448,7 +449,7 @@ async def test_results_that_a_template_shows_beside_their_call_only_are_heard(
 ) -> None:
     environment = await start(template=BESIDE)
     episode = await say(environment, tmp_path, call("add", a=1, b=2), "done")
-    assert said(episode.branches[0], tmp_path) == ["[3, sum 1]<|assistant|>"]
+    assert environment_messages(episode.branches[0], tmp_path) == ["[3, sum 1]<|assistant|>"]
 
 
 async def test_tools_that_nobody_can_check_play_where_the_operator_allows_it(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from support.openai_server import Answer, Server, openai_server, refused, said
+from support.openai_server import Answer, Server, chat_completion, openai_server, refused
 
 from primerl.node.app.eval import evaluate
 from primerl.node.config.evaluation import EndpointConfig, EvalConfig, EvalSamplingConfig
@@ -51,7 +51,7 @@ async def policy(
 
 async def test_a_reply_is_cut_at_the_strings_of_its_environment() -> None:
     stops = StopStrings(["</b>"], Transcript().piece)
-    async with policy(lambda _: said("it is <b>4</b>, or 5", "length")) as (api, server):
+    async with policy(lambda _: chat_completion("it is <b>4</b>, or 5", "length")) as (api, server):
         reply = await api.reply(replace(asked(), stops=stops))
     assert "stop" not in server.bodies[0]
     assert api.text(reply.completion.token_ids) == "it is <b>4</b>"
@@ -63,7 +63,7 @@ async def test_a_conversation_is_asked_as_openai_asks_it() -> None:
         "max_tokens_field": "max_completion_tokens",
         "options": {"reasoning_effort": "low", "top_k": 9},
     }
-    async with policy(lambda _: said("good day"), **settings) as (api, server):
+    async with policy(lambda _: chat_completion("good day"), **settings) as (api, server):
         reply = await api.reply(asked(seed=(1 << 40) + 5))
     assert server.bodies == [
         {
@@ -91,7 +91,7 @@ async def test_tools_are_described_in_words_and_their_results_are_the_users() ->
         {"role": "tool", "content": "2"},
     ]
     prompt = Transcript().prompt(talk, [{"type": "function", "function": {"name": "add"}}])
-    async with policy(lambda _: said("2")) as (api, server):
+    async with policy(lambda _: chat_completion("2")) as (api, server):
         await api.reply(TurnRequest(tuple(prompt), 5, b""))
     system, *rest = server.bodies[0]["messages"]
     assert (
@@ -103,7 +103,7 @@ async def test_tools_are_described_in_words_and_their_results_are_the_users() ->
 
 async def test_a_reply_that_was_cut_is_truncated_even_if_it_is_empty() -> None:
     for text in ("half of", None):
-        async with policy(lambda _, text=text: said(text, "length")) as (api, _):
+        async with policy(lambda _, text=text: chat_completion(text, "length")) as (api, _):
             completion = (await api.reply(asked())).completion
         assert completion.finish == "length"
         assert completion.token_ids[-1] == CUT
@@ -116,7 +116,7 @@ async def test_nothing_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OPENAI_ORG_ID", "org-secret")
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "X-Secret: secret\nAuthorization: Bearer secret")
     for key in ("", KEY):
-        async with policy(lambda _: said("a"), key) as (api, server):
+        async with policy(lambda _: chat_completion("a"), key) as (api, server):
             await api.reply(asked())
         ours = {"host", "accept", "accept-encoding", "connection", "content-length"}
         ours |= {"content-type", "user-agent"} | ({"authorization"} if key else set())
@@ -130,7 +130,7 @@ async def test_trouble_is_met_by_asking_again() -> None:
         refused(429, "slow down", **{"Retry-After": "0.2"}),
         refused(503, "overloaded", **SOON),
         web.Response(status=500, text="<html>oops</html>", headers=SOON),
-        said("there"),
+        chat_completion("there"),
     ]
     began = time.monotonic()
     async with policy(lambda _: answers.pop(0)) as (api, server):
@@ -192,7 +192,11 @@ async def test_a_conversation_that_breaks_the_api_fails_alone_while_others_work(
     def answer(body: dict[str, Any]) -> web.StreamResponse:
         poison = body["messages"][0]["content"] == "poison"
         asked_for.set()
-        return refused(500, "cannot", **{"retry-after-ms": "200"}) if poison else said("fine")
+        return (
+            refused(500, "cannot", **{"retry-after-ms": "200"})
+            if poison
+            else chat_completion("fine")
+        )
 
     async with policy(answer, retries=1) as (api, _):
         poisoned = asyncio.create_task(api.reply(asked("poison")))
@@ -218,7 +222,7 @@ async def test_a_conversation_that_breaks_the_api_fails_alone_while_others_work(
     ],
     ids=["key", "forbidden", "model", "redirect"],
 )
-async def test_what_no_attempt_can_mend_is_said_at_once(
+async def test_errors_that_no_attempt_can_mend_are_raised_at_once(
     response: web.Response, message: str
 ) -> None:
     async with policy(lambda _: response, key_variable="MY_KEY") as (api, server):
@@ -235,7 +239,7 @@ async def test_what_no_attempt_can_mend_is_said_at_once(
         (web.json_response({"choices": []}), "without a choice"),
         (web.json_response({"choices": [{"message": 3}]}), "another form"),
         (web.Response(text="hello"), "another form"),
-        (said("x", "content_filter"), "content_filter"),
+        (chat_completion("x", "content_filter"), "content_filter"),
         (web.Response(body=b"[" * 100_000), "another form"),
     ],
     ids=["too long", "no choice", "no message", "no JSON", "filter", "nested"],
@@ -257,7 +261,7 @@ def reversing(body: dict[str, Any]) -> web.StreamResponse:
     word = body["messages"][-1]["content"].split()[-1]
     if len(word) > 3:
         return refused(400, "too long a word")
-    return said("e" * 30, "length") if "e" in word else said(word[::-1])
+    return chat_completion("e" * 30, "length") if "e" in word else chat_completion(word[::-1])
 
 
 def config(directory: Path, server: Server, **settings: Any) -> EvalConfig:
@@ -278,6 +282,7 @@ def config(directory: Path, server: Server, **settings: Any) -> EvalConfig:
     )
 
 
+@pytest.mark.slow
 async def test_an_api_is_evaluated_and_not_asked_twice(tmp_path: Path) -> None:
     seen: list[EvalProgress] = []
     async with openai_server(reversing) as server:
@@ -314,7 +319,7 @@ def guessing(body: dict[str, Any]) -> web.StreamResponse:
     assert hints == ["higher"] * len(hints)
     said_before = [one["content"] for one in body["messages"] if one["role"] == "assistant"]
     assert said_before == [str(3 + number) for number in range(len(hints))]
-    return said(str(3 + len(hints)))
+    return chat_completion(str(3 + len(hints)))
 
 
 @pytest.mark.slow
@@ -338,7 +343,6 @@ async def test_an_api_plays_games_of_several_turns(
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 async def test_an_evaluation_asks_the_judge_of_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,8 +351,8 @@ async def test_an_evaluation_asks_the_judge_of_its_environment(
     def answer(body: dict[str, Any]) -> web.StreamResponse:
         text = body["messages"][-1]["content"]
         if body["model"] == "grader":
-            return said("yes" if text[-1] in "13579" else "no")
-        return said(text)
+            return chat_completion("yes" if text[-1] in "13579" else "no")
+        return chat_completion(text)
 
     async with openai_server(answer) as server:
         judge = {"url": server.url, "model": "grader", "key_variable": "JUDGE_KEY"}

@@ -51,18 +51,18 @@ class Clever:
         self.asked: list[TurnRequest] = []
         self.running = self.most = 0
 
-    async def reply(self, asked: TurnRequest) -> SampledTurn:
+    async def reply(self, request: TurnRequest) -> SampledTurn:
         """See PolicyClient."""
-        self.asked.append(asked)
+        self.asked.append(request)
         if len(self.asked) in self.fails:
             raise self.error or PlayFailed("no mood")
         self.running += 1
         self.most = max(self.most, self.running)
         await asyncio.sleep(0)
         self.running -= 1
-        number = asked.prompt[-1] + (asked.seed + 1) % 2
-        ids = [number, STOP] if asked.seed % 5 else [number] * 4
-        finish = "stop" if asked.seed % 5 else "length"
+        number = request.prompt[-1] + (request.seed + 1) % 2
+        ids = [number, STOP] if request.seed % 5 else [number] * 4
+        finish = "stop" if request.seed % 5 else "length"
         return SampledTurn(Completion(ids, [0.0] * len(ids), finish, 0, 0), 10, len(ids))
 
     def text(self, ids: Sequence[int]) -> str:
@@ -70,7 +70,7 @@ class Clever:
         return " ".join(map(str, ids))
 
 
-async def played(player: Clever, samples: int = 4, concurrency: int = 8) -> list[Rollout]:
+async def run_all(player: Clever, samples: int = 4, concurrency: int = 8) -> list[Rollout]:
     environment = CountingEnvironment()
     return await run_rollouts(
         environment,
@@ -84,7 +84,7 @@ async def played(player: Clever, samples: int = 4, concurrency: int = 8) -> list
 
 async def test_every_task_is_played_k_times_in_a_fixed_order() -> None:
     for concurrency in (1, 7):
-        found = await played(Clever(), concurrency=concurrency)
+        found = await run_all(Clever(), concurrency=concurrency)
         assert [one.task for one in found] == [task for task in range(6) for _ in range(4)]
         assert [one.sample for one in found] == [0, 1, 2, 3] * 6
     told = summarize(found, samples=4, success=1.0)
@@ -99,14 +99,14 @@ async def test_every_task_is_played_k_times_in_a_fixed_order() -> None:
 
 async def test_no_more_rollouts_run_than_are_allowed() -> None:
     player = Clever()
-    await played(player, concurrency=3)
+    await run_all(player, concurrency=3)
     assert player.most == 3
 
 
 async def test_seeds_hang_on_task_sample_and_turn_alone() -> None:
     first, again = Clever(), Clever()
-    await played(first, concurrency=1)
-    await played(again, concurrency=5)
+    await run_all(first, concurrency=1)
+    await run_all(again, concurrency=5)
     assert sorted(one.seed for one in first.asked) == sorted(one.seed for one in again.asked)
     assert len({one.seed for one in first.asked}) == 24
     assert len({one.group for one in first.asked}) == 6
@@ -117,7 +117,7 @@ async def test_seeds_hang_on_task_sample_and_turn_alone() -> None:
 
 
 async def test_a_failed_rollout_counts_as_unsolved_and_says_why() -> None:
-    found = await played(Clever(fails=[2, 5]), concurrency=1)
+    found = await run_all(Clever(fails=[2, 5]), concurrency=1)
     failed = [one for one in found if one.error]
     assert [(one.error, one.reward, one.truncated) for one in failed] == [
         ("no mood", 0.0, False)
@@ -127,11 +127,13 @@ async def test_a_failed_rollout_counts_as_unsolved_and_says_why() -> None:
     assert told.reasons == {"no mood": 2}
     assert told.reward == pytest.approx(sum(one.reward for one in found) / 22)
     assert told.avg.value == pytest.approx(sum(one.reward for one in found) / 24)
+    lenient = summarize(found, samples=4, success=0.0)
+    assert lenient.passes["1"].value == pytest.approx(22 / 24)
 
 
 async def test_what_ends_everything_is_raised_as_it_is() -> None:
     with pytest.raises(NetworkError, match=r"^gone$"):
-        await played(Clever(fails=[3], error=NetworkError("gone")))
+        await run_all(Clever(fails=[3], error=NetworkError("gone")))
 
 
 class FewTasks(CountingEnvironment):
@@ -239,6 +241,38 @@ async def test_held_out_tasks_are_measured_of_what_was_trained_and_all_of_others
     await suite.measure(model)
     assert watched.splits == {split}
     assert suite.found[0].figures.prompts == 30
+
+
+async def test_a_cell_that_failed_whole_or_was_sampled_otherwise_is_measured_again(
+    tmp_path: Path,
+) -> None:
+    measured = 0
+
+    async def environment(_: object) -> Environment:
+        nonlocal measured
+        measured += 1
+        return CountingEnvironment()
+
+    async def failing() -> Clever:
+        return Clever(fails=list(range(1000)))
+
+    async def working() -> Clever:
+        return Clever()
+
+    wanted = {"models": ["m"], "environments": [{"id": "counting", "prompts": 3, "samples": 1}]}
+    cells = [
+        (failing, 1.0, 1),
+        (working, 1.0, 2),
+        (working, 1.0, 2),
+        (working, 0.5, 3),
+    ]
+    for policy, temperature, times in cells:
+        config = EvalConfig.model_validate({**wanted, "sampling": {"temperature": temperature}})
+        model = EvalModel("m", "local", "", {}, 8, policy, environment)
+        suite = EvalSuite(config, CellStore(tmp_path), lambda _: None, 1)
+        await suite.measure(model)
+        assert suite.found[0].figures.failed == (policy is failing)
+        assert measured == times
 
 
 async def test_beside_training_all_tasks_are_measured_of_environments_that_it_does_not_use(

@@ -152,7 +152,7 @@ async def test_an_update_tells_where_the_merged_weights_differ(
 
 
 @pytest.mark.asyncio
-async def test_an_update_of_everything_is_told_as_whole_tensors(
+async def test_an_update_of_everything_is_sent_as_whole_tensors(
     engine: AdaptedEngine, inner: Inner
 ) -> None:
     await engine.load(0, make_adapters(1))

@@ -95,7 +95,7 @@ def test_the_receiver_of_other_states_does_not() -> None:
     assert agrees(b"", np.empty((0, 7), np.float32))
 
 
-def test_rows_that_no_software_makes_are_told_apart() -> None:
+def test_rows_that_no_software_makes_are_recognized() -> None:
     told = crossing(states(3))
     decoded, proper = decode_rows(told[:8] + b"\xff" + bytes(7) + told[16:])
     assert proper.tolist() == [True, False, True]

@@ -20,7 +20,7 @@ from primerl.node.inference.engine import EngineStats
 QUIET = EngineStats(running=100, kv_use=0.5, kv_tokens=100 * 1024)
 
 
-class World:
+class CapClock:
     """A cap that was begun with, and a clock: one look a second."""
 
     def __init__(self, *, max_batch: int = 1000, **config: int) -> None:
@@ -61,24 +61,24 @@ class World:
 
 
 def test_it_begins_with_what_the_cache_holds_at_full_length() -> None:
-    assert World().cap == 100
-    assert World(max_batch=60).cap == 66  # the engine always has some waiting
-    assert World(initial_inflight=7).cap == 7
-    assert World(max_inflight=50).cap == 50
-    assert World(min_inflight=200).cap == 200
+    assert CapClock().cap == 100
+    assert CapClock(max_batch=60).cap == 66  # the engine always has some waiting
+    assert CapClock(initial_inflight=7).cap == 7
+    assert CapClock(max_inflight=50).cap == 50
+    assert CapClock(min_inflight=200).cap == 200
 
 
 def test_it_grows_no_further_than_half_as_many_again_as_the_engine_computes() -> None:
-    world = World(max_batch=60)
+    world = CapClock(max_batch=60)
     for _ in range(9):
         world.finish(1000)
         world.look(QUIET)
     assert world.cap == 90
-    assert World(max_batch=60, initial_inflight=200).cap == 200
+    assert CapClock(max_batch=60, initial_inflight=200).cap == 200
 
 
 def test_it_grows_by_a_quarter_when_all_have_come_and_gone() -> None:
-    world = World()
+    world = CapClock()
     world.finish(99)
     assert world.look(QUIET) == (100, 0)
     world.finish(1)
@@ -99,38 +99,38 @@ def test_it_grows_by_a_quarter_when_all_have_come_and_gone() -> None:
     ids=["the cache is rather full", "there is not enough work", "the engine has a queue"],
 )
 def test_it_does_not_grow_when(stats: EngineStats, inflight: int) -> None:
-    world = World()
+    world = CapClock()
     world.finish(1000)
     assert world.look(stats, inflight) == (100, 0)
     assert world.look(QUIET, 90) == (125, 0)
 
 
 def test_it_stays_within_its_bounds() -> None:
-    world = World(max_inflight=110, min_inflight=95)
+    world = CapClock(max_inflight=110, min_inflight=95)
     world.finish(1000)
     assert world.look(QUIET) == (110, 0)
     assert world.look(replace(QUIET, kv_use=0.99)) == (95, 15)
 
 
 def test_a_cap_of_one_grows_too() -> None:
-    world = World(initial_inflight=1)
+    world = CapClock(initial_inflight=1)
     world.finish(1)
     assert world.look(QUIET) == (2, 0)
 
 
 def test_a_rather_full_cache_lowers_the_cap_and_takes_nothing_back() -> None:
-    world = World()
+    world = CapClock()
     assert world.look(replace(QUIET, kv_use=0.85)) == (82, 0)
 
 
 def test_a_full_cache_takes_the_youngest_back() -> None:
-    world = World()
+    world = CapClock()
     assert world.look(replace(QUIET, kv_use=0.95)) == (73, 27)
 
 
 def test_while_the_last_cut_goes_through_it_cuts_no_deeper() -> None:
     """Sequences end one by one; the share of the cache falls with them."""
-    world = World()
+    world = CapClock()
     caps = [
         world.look(replace(QUIET, running=running, kv_use=running * 0.0088), running)[0]
         for running in range(100, 78, -2)
@@ -139,12 +139,12 @@ def test_while_the_last_cut_goes_through_it_cuts_no_deeper() -> None:
 
 
 def test_what_waits_in_the_engine_fills_no_cache() -> None:
-    world = World(initial_inflight=200)
+    world = CapClock(initial_inflight=200)
     assert world.look(replace(QUIET, waiting=100, kv_use=0.95)) == (73, 200 - 73)
 
 
 def test_after_a_cut_nothing_grows_for_a_while() -> None:
-    world = World()
+    world = CapClock()
     world.look(replace(QUIET, kv_use=0.85))
     for _ in range(int(CALM_S) - 1):
         world.finish(1000)
@@ -154,7 +154,7 @@ def test_after_a_cut_nothing_grows_for_a_while() -> None:
 
 
 def test_a_queue_that_stays_long_lowers_the_cap() -> None:
-    world = World()
+    world = CapClock()
     queue = replace(QUIET, waiting=51)
     for _ in range(OVERLOAD_POLLS - 1):
         assert world.look(queue) == (100, 0)
@@ -168,7 +168,7 @@ def test_a_queue_that_stays_long_lowers_the_cap() -> None:
 
 
 def test_a_preemption_costs_a_fifth_and_the_next_one_half() -> None:
-    world = World()
+    world = CapClock()
     assert world.look(replace(QUIET, preemptions=3)) == (100, 0)
     assert world.look(replace(QUIET, preemptions=3)) == (80, 0)
     assert world.look(replace(QUIET, preemptions=3)) == (80, 0)
@@ -180,7 +180,7 @@ def test_a_preemption_costs_a_fifth_and_the_next_one_half() -> None:
 
 
 def test_preemptions_before_a_cut_is_through_do_not_count_again() -> None:
-    world = World()
+    world = CapClock()
     world.look(replace(QUIET, preemptions=1))
     assert world.look(replace(QUIET, preemptions=2)) == (80, 0)
     for number in range(3, 9):
@@ -189,7 +189,7 @@ def test_preemptions_before_a_cut_is_through_do_not_count_again() -> None:
 
 def test_sequences_that_a_new_version_threw_out_are_no_overload() -> None:
     """The engine counts them before it tells of the version, or after."""
-    world = World()
+    world = CapClock()
     assert world.look(replace(QUIET, preemptions=100)) == (100, 0)
     world.version = 1
     for preemptions in (100, 180, 180, 180, 180):
@@ -208,7 +208,7 @@ def test_sequences_that_a_new_version_threw_out_are_no_overload() -> None:
     ids=["paused", "down", "without a bound"],
 )
 def test_an_engine_that_tells_nothing_changes_nothing(stats: EngineStats) -> None:
-    world = World()
+    world = CapClock()
     for _ in range(3 * OVERLOAD_POLLS):
         world.finish(1000)
         assert world.look(stats) == (100, 0)
@@ -224,7 +224,7 @@ def test_an_engine_without_a_bound_keeps_what_it_batches() -> None:
 
 
 def test_equal_bounds_fix_the_number() -> None:
-    world = World(min_inflight=300, max_inflight=300)
+    world = CapClock(min_inflight=300, max_inflight=300)
     for stats in (QUIET, replace(QUIET, kv_use=0.99), replace(QUIET, preemptions=9)):
         world.finish(1000)
         assert world.look(stats) == (300, 0)
@@ -232,7 +232,7 @@ def test_equal_bounds_fix_the_number() -> None:
 
 
 def test_what_surely_fits_begins_at_once_and_the_rest_in_bursts() -> None:
-    world = World(initial_inflight=500)
+    world = CapClock(initial_inflight=500)
     room, now = world.concurrency.room, world.now + BURST_S
     assert room(0, now) == 100
     assert room(100, now + 1) == 0
@@ -243,7 +243,7 @@ def test_what_surely_fits_begins_at_once_and_the_rest_in_bursts() -> None:
 
 
 def test_a_burst_holds_a_group() -> None:
-    world = World(initial_inflight=500)
+    world = CapClock(initial_inflight=500)
     world.concurrency.groups_of(160)
     assert world.concurrency.room(100, world.now + BURST_S) == 160
 
@@ -323,7 +323,7 @@ def capped(cache: Cache) -> Concurrency:
     return Concurrency(ConcurrencyConfig(), max_batch=cache.slots, max_model_len=1024)
 
 
-def played(
+def simulate(
     cache: Cache, seconds: range, concurrency: Concurrency
 ) -> tuple[list[int], list[float], int]:
     """(cap, share of the cache by second, sequences taken back) of an engine of 25 tokens a second that is kept
@@ -348,14 +348,14 @@ def played(
 def test_it_fills_the_cache_and_stays_there_and_gives_way_when_replies_get_longer() -> None:
     cache = Cache(65536, 2048, 16, random.Random(6), mean=50.0)
     concurrency = capped(cache)
-    caps, uses, stopped = played(cache, range(200), concurrency)
+    caps, uses, stopped = simulate(cache, range(200), concurrency)
     assert caps[0] == 64  # 65536 / 1024
     assert min(caps[50:]) > 8 * 64
     assert max(caps[50:]) / min(caps[50:]) < 1.3
     assert 0.65 < min(uses[50:]) <= max(uses[50:]) < 0.85
     assert cache.preemptions == stopped == 0
     cache.mean, short = 400.0, len(cache.ended)
-    caps, uses, stopped = played(cache, range(200, 500), concurrency)
+    caps, uses, stopped = simulate(cache, range(200, 500), concurrency)
     assert max(caps[150:]) < 250
     assert 0.5 < sum(uses[150:]) / 150 < 0.8
     assert stopped + cache.preemptions < 0.5 * (len(cache.ended) - short)
@@ -363,7 +363,7 @@ def test_it_fills_the_cache_and_stays_there_and_gives_way_when_replies_get_longe
 
 def test_a_small_cache_of_long_replies_is_not_thrashed() -> None:
     cache = Cache(8192, 512, 16, random.Random(6), mean=400.0)
-    caps, _, stopped = played(cache, range(400), capped(cache))
+    caps, _, stopped = simulate(cache, range(400), capped(cache))
     assert 8 <= sum(caps) / 400 <= 20
     assert cache.preemptions == 0
     assert stopped < 0.1 * len(cache.ended)
@@ -371,7 +371,7 @@ def test_a_small_cache_of_long_replies_is_not_thrashed() -> None:
 
 def test_where_the_slots_are_the_limit_the_queue_stays_short() -> None:
     cache = Cache(1024 * 1024, 64, 16, random.Random(7), mean=50.0)
-    caps, _, stopped = played(cache, range(120), capped(cache))
+    caps, _, stopped = simulate(cache, range(120), capped(cache))
     assert 64 <= min(caps[20:])
     assert max(caps) <= 100
     assert len(cache.running) + len(cache.waiting) >= 64
@@ -380,6 +380,6 @@ def test_where_the_slots_are_the_limit_the_queue_stays_short() -> None:
 
 def test_every_sequence_ends_in_the_end_however_small_the_cache() -> None:
     cache = Cache(1024, 64, 16, random.Random(8), mean=300.0)
-    caps, _, _ = played(cache, range(200), capped(cache))
+    caps, _, _ = simulate(cache, range(200), capped(cache))
     assert min(caps) >= 1
     assert len(cache.ended) > 5

@@ -49,7 +49,7 @@ def test_a_state_of_single_experts_becomes_the_network_of_transformers(
     assert torch.allclose(packed, torch.cat([hidden[0, :9], hidden[1]]), atol=1e-5)
 
 
-def test_what_is_drawn_step_by_step_is_what_whole_passes_say(model: tuple[Path, State]) -> None:
+def test_tokens_sampled_step_by_step_are_those_of_whole_passes(model: tuple[Path, State]) -> None:
     made = network(model)
     asked = request()
     [reply] = decode(made, [asked], max_length=256, cancelled=lambda: False, keep_hidden=True)

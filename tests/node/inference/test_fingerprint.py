@@ -104,7 +104,7 @@ def test_a_reply_compares_to_the_last_bit_as_it_would_alone(seed: int) -> None:
     assert PROOF.compare_projected(replies) == [alone(one) for one in replies]
 
 
-def test_one_bad_proof_among_many_is_told_by_its_own_token() -> None:
+def test_one_bad_proof_among_many_is_found_at_its_own_token() -> None:
     replies = [made_up(np.random.default_rng(tokens), tokens, 0) for tokens in (3, 4, 5)]
     bad = replies[1].proof[:16] + token(160) + replies[1].proof[24:]
     with pytest.raises(BadProof, match="token 2: its codes do not fit its scale"):
@@ -198,7 +198,7 @@ def test_only_a_state_of_nothing_is_eight_zero_bytes() -> None:
     assert PROOF.compare(bytes(24), states).distance == pytest.approx(1)
 
 
-def test_states_beyond_the_largest_scale_are_told() -> None:
+def test_states_beyond_the_largest_scale_are_recognized() -> None:
     assert pack(np.full((1, 7), 4.78e5, np.float32))[0] == 255
     with pytest.raises(ProofFailed, match="too large"):
         pack(np.full((1, 7), 4.79e5, np.float32))

@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     )
 
 
-async def drawn(engine: Engine | HfCore) -> list[Completion]:
+async def completions_of(engine: Engine | HfCore) -> list[Completion]:
     return [await engine.generate(request(seed=seed, max_tokens=8)) for seed in range(3)]
 
 
@@ -64,15 +64,15 @@ async def test_files_make_it_compute_what_states_make_the_engine_compute(model: 
         async with shared_file(state) as path:
             assert (await core.check(path)).fault == ""
             assert (await core.load(0, path)).paused_s >= 0
-        assert await drawn(core) == await drawn(plain)
+        assert await completions_of(core) == await completions_of(plain)
         delta = make_delta(later, changed, ())
         async with shared_file(delta.tensors, delta.metadata) as path:
             assert (await core.stage(path)).fault == ""
-            assert (await drawn(core))[0].policy_last == 0  # staged is not written
+            assert (await completions_of(core))[0].policy_last == 0  # staged is not written
             await core.write(1)
         await plain.update(1, later, changed)
-        found = await drawn(core)
-        assert found == await drawn(plain)
+        found = await completions_of(core)
+        assert found == await completions_of(plain)
         assert {one.policy_first for one in found} == {1}
         with pytest.raises(EngineError, match="stage one first"):
             await core.write(2)
@@ -151,22 +151,22 @@ async def test_a_process_of_its_own_answers_the_same_and_is_replaced_when_it_die
     await hosted.start(directory, fingerprint="projection")
     try:
         await hosted.load(0, state)
-        found = await drawn(hosted)
-        assert_alike(found, await drawn(plain))
+        found = await completions_of(hosted)
+        assert_alike(found, await completions_of(plain))
         assert all(one.proof for one in found)
         await hosted.update(1, later, changed)
         await plain.update(1, later, changed)
-        wanted = await drawn(plain)
-        assert_alike(await drawn(hosted), wanted)
+        wanted = await completions_of(plain)
+        assert_alike(await completions_of(hosted), wanted)
         with pytest.raises(EngineError):
             await hosted.load(2, dict(list(state.items())[1:]))
         assert hosted.policy_version == 1
-        assert_alike(await drawn(hosted), wanted)
+        assert_alike(await completions_of(hosted), wanted)
         os.kill(hosted.pids[0], signal.SIGKILL)
         with pytest.raises(EngineLost, match="hf's process was killed from outside"):
             await hosted.generate(request())
         await hosted.load(3, later)  # waits for the next one
-        found = await drawn(hosted)
+        found = await completions_of(hosted)
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         assert (found[0].policy_first, hosted.stats().restarts) == (3, 1)
     finally:

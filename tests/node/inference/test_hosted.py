@@ -181,7 +181,7 @@ async def test_one_that_does_not_answer_at_all_is_killed(model_dir: Path) -> Non
         assert not psutil.pid_exists(pid)
 
 
-async def test_an_engine_that_gives_no_sign_of_life_is_said_to_hang_and_one_whose_node_stood_still_is_not(
+async def test_an_engine_that_gives_no_sign_of_life_is_reported_to_hang_and_one_whose_node_stood_still_is_not(
     model_dir: Path,
 ) -> None:
     impatient = replace(TIMEOUTS, quiet_s=1.0, end_s=0.5)
@@ -411,7 +411,7 @@ def test_engines_side_by_side_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPa
             shown("0 1 2", **shape)
 
 
-async def told(socket: str) -> str:
+async def read_socket(socket: str) -> str:
     reader, writer = await asyncio.open_unix_connection(socket)
     try:
         return (await reader.read()).decode()
@@ -426,11 +426,11 @@ async def test_each_engine_serves_on_a_socket_that_is_its_owners_alone(model_dir
         assert folder.stat().st_mode & 0o777 == 0o700
         with engine.upstream() as first, engine.upstream() as second:
             assert sorted([first, second]) == sockets  # the other one is less busy
-        assert {await told(one) for one in sockets} == {f"tiny {pid}" for pid in engine.pids}
+        assert {await read_socket(one) for one in sockets} == {f"tiny {pid}" for pid in engine.pids}
         dead, alive = sockets[0], sockets[1]
         await lost(engine, engine.generate(ask(fake.DIES)))
         assert engine.upstreams() == [dead, alive]
-        assert {await told(one) for one in sockets} == {f"tiny {pid}" for pid in engine.pids}
+        assert {await read_socket(one) for one in sockets} == {f"tiny {pid}" for pid in engine.pids}
     assert not folder.exists()
 
 

@@ -67,7 +67,7 @@ def test_nothing_but_the_likeliest_tokens_is_drawn_and_all_of_them_are(
     assert set(many(LOGITS, narrowed).tokens.tolist()) == wanted
 
 
-def test_what_is_left_is_drawn_by_the_noise_of_the_whole() -> None:
+def test_the_tokens_left_by_the_limits_are_sampled_with_the_noise_of_all() -> None:
     """A token that the whole draw takes and that is allowed is the narrowed draw's, too."""
     free = many(LOGITS, None)
     narrow = many(LOGITS, everywhere(top_k=3))
@@ -95,7 +95,7 @@ def test_rows_that_may_draw_anything_are_those_of_a_draw_without_the_others() ->
     assert int(mixed.tokens[1]) == int(logits[1].argmax())
 
 
-def test_many_rows_are_drawn_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     from primerl.node.inference import sampler
 
     whole = many(LOGITS, everywhere(top_k=3))

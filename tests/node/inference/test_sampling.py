@@ -199,7 +199,7 @@ def test_a_row_draws_the_same_in_any_company() -> None:
         assert single_row.equal(wanted[4:5])
 
 
-def test_what_is_drawn_is_the_greatest_of_scores_that_anyone_can_compute() -> None:
+def test_the_sampled_token_has_the_greatest_of_scores_that_anyone_can_compute() -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(3)) * 4
     temperatures, rows = torch.linspace(0.5, 1.5, 5), torch.arange(5)
     drawn = draw(logits, temperatures, rows, rows + 9)

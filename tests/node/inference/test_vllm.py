@@ -96,7 +96,7 @@ async def test_only_the_request_s_stop_tokens_end_a_completion(
     assert any(ends in one.token_ids[:-1] for one in free)
 
 
-async def test_a_load_of_the_same_weights_does_not_change_what_is_being_drawn(
+async def test_a_load_of_the_same_weights_does_not_change_the_sampled_tokens(
     engine: HostedEngine, case: Case
 ) -> None:
     """The noise of a seed goes on where it was when the keys and values are computed anew."""

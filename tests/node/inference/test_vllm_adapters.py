@@ -86,7 +86,7 @@ def run(case: Case) -> RunManifest:
     )
 
 
-async def drawn(engine: Engine) -> list[Completion]:
+async def completions_of(engine: Engine) -> list[Completion]:
     """Without the stamps of versions; never in company."""
     async with asyncio.timeout(DEADLINE_S):
         found = [await engine.generate(one) for one in varied_requests()]
@@ -112,8 +112,8 @@ async def test_each_version_is_that_of_the_merged_weights_also_in_a_new_process(
                 await engine.update(version, adapters, {})
             else:
                 await engine.load(version, adapters)
-            seen.append(await drawn(engine))
-            assert seen[-1] == await drawn(whole)
+            seen.append(await completions_of(engine))
+            assert seen[-1] == await completions_of(whole)
         assert len({tuple(one[0].token_ids) for one in seen}) == len(versions)
 
         os.kill(engine.pids[0], signal.SIGKILL)
@@ -121,7 +121,7 @@ async def test_each_version_is_that_of_the_merged_weights_also_in_a_new_process(
         async with asyncio.timeout(DEADLINE_S):
             while not again:
                 try:
-                    again = await drawn(engine)
+                    again = await completions_of(engine)
                 except EngineLost:
                     await asyncio.sleep(0.5)
         assert again == seen[-1]

@@ -149,7 +149,7 @@ def distance(case: Case, one: GenerateRequest, found: Completion, *, block: int 
     return Projection().compare(found.proof, hidden).distance
 
 
-async def drawn(
+async def completions_across(
     case: Case, wanted: Sequence[GenerateRequest], versions: Sequence[int], *, later: int = 0
 ) -> list[Completion]:
     """Draw replies while these versions are loaded; the last `later` requests begin after the first load."""
@@ -173,7 +173,7 @@ async def drawn(
 async def test_replies_keep_the_whole_blocks_of_every_version(case: Case) -> None:
     await case.engine.load(0, case.states[0])
     wanted = requests(0, SEQUENCES + 4)
-    found = await drawn(case, wanted, [1, 2], later=4)
+    found = await completions_across(case, wanted, [1, 2], later=4)
     crossed = [pair for pair in zip(wanted, found, strict=True) if pair[1].spans]
     assert crossed
     for one, completion in zip(wanted, found, strict=True):
@@ -207,12 +207,12 @@ def play(one: GenerateRequest, *turns: Completion, question: int = 5) -> AuditIt
 async def test_an_audit_reads_replies_as_they_were_drawn(case: Case) -> None:
     await case.engine.load(0, case.states[0])
     wanted = requests(100, SEQUENCES)
-    first = await drawn(case, wanted, [1, 2])
+    first = await completions_across(case, wanted, [1, 2])
     again = [
         replace(one, prompt=(*one.prompt, *found.token_ids, *[9] * 5))
         for one, found in zip(wanted[:4], first, strict=False)
     ]
-    second = await drawn(case, again, [3])
+    second = await completions_across(case, again, [3])
     items = [play(one, *turns) for one, *turns in zip(wanted[:4], first, second, strict=False)]
     items += [play(one, found) for one, found in zip(wanted[4:], first[4:], strict=True)]
     assert any(found.spans for found in second)

@@ -89,7 +89,7 @@ def test_the_cpu_cache_holds_every_sequence_but_never_the_whole_machine() -> Non
     assert wanted < capped <= machine // 8
 
 
-def test_the_shape_of_an_engine_is_what_vllm_is_told() -> None:
+def test_the_shape_of_an_engine_is_passed_to_vllm() -> None:
     arguments = engine_arguments(EngineConfig(tp=4, pp=2), Path("m"), SHAPE, cpu=False)
     assert (arguments["tensor_parallel_size"], arguments["pipeline_parallel_size"]) == (4, 2)
     assert "data_parallel_size" not in arguments

@@ -45,7 +45,7 @@ def spread(**fields: Any) -> EngineConfig:
     return EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=8, **fields)
 
 
-async def drawn(engine: Engine) -> list[Completion]:
+async def completions_of(engine: Engine) -> list[Completion]:
     """One after the other, and then all at once."""
     first = [await engine.generate(one) for one in varied_requests()]
     return first + await asyncio.gather(*map(engine.generate, varied_requests()))
@@ -93,7 +93,7 @@ async def test_however_it_is_spread_the_same_is_drawn_and_updates_are_written_in
         with pytest.raises(EngineError, match="does not fit the model"):
             await engine.load(0, odd)
         await engine.load(0, states[0])
-        found, wanted = await drawn(engine), await drawn(plain)
+        found, wanted = await completions_of(engine), await completions_of(plain)
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         for one, other in zip(found, wanted, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -129,7 +129,7 @@ async def test_ranks_with_parts_of_the_experts_record_what_one_engine_does(
         await started(plain, tmp_path / "0", states[0])
         await started(engine, tmp_path / "0", states[0])
         for version in range(2):
-            found, wanted = await drawn(engine), await drawn(plain)
+            found, wanted = await completions_of(engine), await completions_of(plain)
             assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
             for one, other in zip(found, wanted, strict=True):
                 assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

@@ -180,7 +180,7 @@ def claims(
     return found.tobytes()
 
 
-def drawn(name: str, places: list[int], seed: int, temperature: float = 1.0) -> list[int]:
+def honest_tokens(name: str, places: list[int], seed: int, temperature: float = 1.0) -> list[int]:
     """What a worker would have drawn there."""
     logits = torch.stack([hidden_state(name, place - 1) for place in places]) @ HEAD
     count = len(places)
@@ -195,7 +195,7 @@ def projected(name: str, places: list[int]) -> NDArray[np.float32]:
 
 def test_claimed_places_are_measured_as_they_were_drawn(engine: Engine) -> None:
     places = [3, 4, 5, 8]
-    tokens = drawn("a", places, 7, 0.8)
+    tokens = honest_tokens("a", places, 7, 0.8)
     engine.add("a", claims(places, 7, tokens), temperature=0.8)
     engine.step(a=8)
     rows = engine.rows("a")
@@ -207,7 +207,7 @@ def test_claimed_places_are_measured_as_they_were_drawn(engine: Engine) -> None:
 
 
 def test_a_token_that_was_not_drawn_has_a_margin(engine: Engine) -> None:
-    [token] = drawn("a", [3], 7)
+    [token] = honest_tokens("a", [3], 7)
     engine.add("a", claims([3, 3], 7, [token, (token + 1) % VOCABULARY]))
     engine.step(a=3)
     rows = engine.rows("a")
@@ -217,7 +217,7 @@ def test_a_token_that_was_not_drawn_has_a_margin(engine: Engine) -> None:
 def test_each_text_is_measured_by_the_limits_it_was_drawn_under(engine: Engine) -> None:
     """A rank that draws tokens freely for a lease of the likeliest one alone, beside one that may."""
     for name, top_k in (("a", 1), ("b", 0)):
-        tokens = drawn(name, [3, 4, 5], 7, 9.0)
+        tokens = honest_tokens(name, [3, 4, 5], 7, 9.0)
         engine.add(name, claims([3, 4, 5], 7, tokens), top_k=top_k, temperature=9.0)
     engine.add("c", claims([3], 7, [int((hidden_state("c", 2) @ HEAD).argmax())]), top_k=1)
     engine.step(b=5, c=3, a=5)
@@ -250,7 +250,7 @@ def test_prompts_that_are_read_in_parts_and_together_keep_their_rows_apart(
 ) -> None:
     places = {"a": [2, 5, 6], "b": [1, 4], "c": [9]}
     for name, claimed in places.items():
-        engine.add(name, claims(claimed, 7, drawn(name, claimed, 7)))
+        engine.add(name, claims(claimed, 7, honest_tokens(name, claimed, 7)))
     engine.step(b=2, a=4, c=3)
     engine.step(a=2, c=6, b=2)
     for name, claimed in places.items():
@@ -259,7 +259,7 @@ def test_prompts_that_are_read_in_parts_and_together_keep_their_rows_apart(
         assert (rows[:, MARGIN] == 0).all()
 
 
-def test_places_before_a_cached_prefix_s_end_are_said_not_to_be_computed(engine: Engine) -> None:
+def test_positions_within_a_cached_prefix_are_reported_as_not_computed(engine: Engine) -> None:
     engine.add("a", claims([3, 4, 5], 7, [0, 0, 0]), cached=3)
     engine.step(a=2)
     assert not_computed(engine.rows("a")).tolist() == [True, False, False]
@@ -336,7 +336,7 @@ def test_a_text_that_was_given_up_is_forgotten(engine: Engine) -> None:
     engine.runner.computed["b"] = 0
     engine.step(finished=frozenset({"a"}), b=2)
     assert engine.reader.collect([ord("a")]) == []
-    engine.add("a", claims([2], 7, drawn("a", [2], 7)))  # its id may come again
+    engine.add("a", claims([2], 7, honest_tokens("a", [2], 7)))  # its id may come again
     engine.step(a=2)
     assert engine.rows("a")[0, MARGIN] == 0
 

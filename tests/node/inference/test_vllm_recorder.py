@@ -444,7 +444,7 @@ def test_a_preempted_request_goes_on_where_it_was(second: bool) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_tokens_that_vllm_throws_away_are_drawn_again_under_the_version_that_draws_them(
+def test_tokens_that_vllm_throws_away_are_sampled_again_under_the_version_that_samples_them(
     second: bool, lost: int
 ) -> None:
     engine = make_engine(second=second)
@@ -812,7 +812,7 @@ def test_no_request_gets_ahead_of_those_of_its_group_that_began_before(seed: int
     assert layout.accepted(torch.from_numpy(wrong), positions).tolist() == expected
 
 
-def test_a_drafter_with_the_models_own_logits_drafts_what_is_drawn() -> None:
+def test_a_drafter_with_the_models_own_logits_drafts_the_sampled_tokens() -> None:
     """At any temperature, which the likeliest token is not; after drafts that were right, wrong or missing."""
     engine = make_engine(drafts=3, drafter=Drafter())
     runner = engine.runner

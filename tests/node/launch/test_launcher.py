@@ -144,7 +144,7 @@ class Called(Programs):
         return json.loads(self.args[self.args.index("--verification.references") + 1])
 
 
-async def test_a_run_that_measures_its_noise_is_told_of_the_workers_before_they_start(
+async def test_a_run_that_measures_its_noise_gets_the_ids_of_its_workers_before_they_start(
     config: RunConfig, view: Notes
 ) -> None:
     friend = "ab" * 32
@@ -159,7 +159,9 @@ async def test_a_run_that_measures_its_noise_is_told_of_the_workers_before_they_
     assert again.references() == first.references(), "a worker keeps its key"
 
 
-async def test_a_run_with_fixed_bounds_is_told_of_none(config: RunConfig, view: Notes) -> None:
+async def test_a_run_with_fixed_bounds_gets_no_ids_of_workers(
+    config: RunConfig, view: Notes
+) -> None:
     called = Called()
     await launch(config, [], view=view, commands=called, pace=QUICK)
     assert called.args == []
@@ -189,7 +191,7 @@ async def test_a_failed_trainer_ends_everything_with_its_own_error(
     assert not any(map(alive, pids(config)))
 
 
-async def test_a_killed_trainer_is_told_with_the_end_of_its_log(
+async def test_a_killed_trainer_is_reported_with_the_end_of_its_log(
     config: RunConfig, view: Notes
 ) -> None:
     trainer = "print('the last words', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -501,13 +503,13 @@ async def test_two_runs_of_different_names_do_not_disturb_each_other(
     assert len(seen(config)) == len(seen(other)) == 2
 
 
-def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot write"), held(tmp_path / "file" / "run"):
         pass
 
 
-async def test_what_a_worker_said_last_is_passed_on(config: RunConfig) -> None:
+async def test_the_last_words_of_a_worker_are_passed_on(config: RunConfig) -> None:
     dying = "print('primerl-node: error: no memory left', file=sys.stderr); sys.exit(7)"
     with pytest.raises(EngineError, match=r"the last: worker_1 ended with code 7: no memory left"):
         await run(

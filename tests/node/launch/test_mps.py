@@ -30,18 +30,18 @@ cat "$CUDA_MPS_PIPE_DIRECTORY/said" >> {told}
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> Path:
+def daemon_notes(tmp_path: Path) -> Path:
     """The file in which the daemon notes its pid, the GPUs that it sees, and the command that ends it."""
     return tmp_path / "told"
 
 
 def environ(
-    tmp_path: Path, told: Path, start: str = 'touch "$CUDA_MPS_PIPE_DIRECTORY/control"'
+    tmp_path: Path, daemon_notes: Path, start: str = 'touch "$CUDA_MPS_PIPE_DIRECTORY/control"'
 ) -> dict[str, str]:
     programs = tmp_path / "bin"
     programs.mkdir()
     script = programs / CONTROL
-    script.write_text(DAEMON.format(told=told, start=start))
+    script.write_text(DAEMON.format(told=daemon_notes, start=start))
     script.chmod(0o755)
     return {
         **os.environ,
@@ -102,8 +102,8 @@ class Silent:
         pass
 
 
-def notes(told: Path) -> list[str]:
-    return told.read_text().splitlines() if told.exists() else []
+def notes(daemon_notes: Path) -> list[str]:
+    return daemon_notes.read_text().splitlines() if daemon_notes.exists() else []
 
 
 def mode(path: Path) -> int:
@@ -111,50 +111,52 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777 if path.exists() else 0
 
 
-async def test_a_daemon_for_all_gpus_runs_as_long_as_the_run(tmp_path: Path, told: Path) -> None:
-    async with mps_daemon(environ(tmp_path, told), tmp_path / "mps.log") as variables:
+async def test_a_daemon_for_all_gpus_runs_as_long_as_the_run(
+    tmp_path: Path, daemon_notes: Path
+) -> None:
+    async with mps_daemon(environ(tmp_path, daemon_notes), tmp_path / "mps.log") as variables:
         assert set(variables) == {PIPES, LOGS}
         directory = Path(variables[PIPES])
         assert mode(directory / "control")
         assert mode(directory) == 0o700, "other users cannot reach it"
-        pid, sees = notes(told)
+        pid, sees = notes(daemon_notes)
         assert sees == "sees everything", "a client names its GPUs as it would without MPS"
         assert alive(int(pid))
     assert not alive(int(pid))
-    assert notes(told)[2:] == ["quit"], "it is asked to end before it is killed"
+    assert notes(daemon_notes)[2:] == ["quit"], "it is asked to end before it is killed"
     assert not mode(directory)
 
 
-async def test_a_daemon_that_runs_already_is_used(tmp_path: Path, told: Path) -> None:
-    own = {**environ(tmp_path, told), PIPES: "/run/mps"}
+async def test_a_daemon_that_runs_already_is_used(tmp_path: Path, daemon_notes: Path) -> None:
+    own = {**environ(tmp_path, daemon_notes), PIPES: "/run/mps"}
     async with mps_daemon(own, tmp_path / "mps.log") as variables:
         assert variables == {}
-    assert not notes(told)
+    assert not notes(daemon_notes)
 
 
 async def test_all_processes_of_a_run_find_its_daemon(
-    tmp_path: Path, told: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, daemon_notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", environ(tmp_path, told)["PATH"])
+    monkeypatch.setenv("PATH", environ(tmp_path, daemon_notes)["PATH"])
     config = RunConfig(name="r", output_dir=tmp_path, launch=LaunchConfig(workers=1, mps=True))
     commands = Clients(tmp_path / "found")
     shared = GpuPlacement(("0",), (("0",),))
     await launch(config, [], view=Silent(), commands=commands, placement=shared)
     pipes, again = notes(commands.found)
     assert pipes == again
-    assert notes(told)[2:] == ["quit"]
+    assert notes(daemon_notes)[2:] == ["quit"]
 
 
-async def test_a_machine_without_mps_is_told_what_is_missing(tmp_path: Path) -> None:
+async def test_without_mps_the_missing_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"launch.mps needs {CONTROL}.*leave launch.mps out"):
         async with mps_daemon({"PATH": str(tmp_path)}, tmp_path / "mps.log"):
             pass
 
 
 async def test_a_daemon_that_does_not_start_ends_the_run_with_its_reason(
-    tmp_path: Path, told: Path
+    tmp_path: Path, daemon_notes: Path
 ) -> None:
-    failing = environ(tmp_path, told, start="echo 'no permission'; exit 1")
+    failing = environ(tmp_path, daemon_notes, start="echo 'no permission'; exit 1")
     with pytest.raises(EngineError, match=r"does not start \(no permission\): see .*mps.log"):
         async with mps_daemon(failing, tmp_path / "mps.log"):
             pass
@@ -178,19 +180,19 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def launcher(tmp_path: Path, told: Path) -> Iterator[subprocess.Popen[str]]:
+def launcher(tmp_path: Path, daemon_notes: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path / "mps.log")]
-    variables = environ(tmp_path, told)
+    variables = environ(tmp_path, daemon_notes)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         yield process
         process.kill()
 
 
 def test_a_daemon_does_not_outlive_a_launcher_that_is_killed(
-    launcher: subprocess.Popen[str], told: Path
+    launcher: subprocess.Popen[str], daemon_notes: Path
 ) -> None:
     assert launcher.stdout is not None
     assert launcher.stdout.readline() == "runs\n"
-    pid = int(told.read_text().split()[0])
+    pid = int(daemon_notes.read_text().split()[0])
     os.kill(launcher.pid, signal.SIGKILL)
     wait_until(lambda: not alive(pid))

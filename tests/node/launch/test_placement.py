@@ -115,7 +115,7 @@ def test_memory_is_divided_only_where_gpus_are_shared_and_nothing_was_said() -> 
     assert placed("--engine vllm --engine.vllm.kv-cache-memory-bytes 99", ("0",)).memory is None
 
 
-def test_sharing_has_to_be_said_where_there_are_several() -> None:
+def test_sharing_is_configured_explicitly_where_there_are_several_gpus() -> None:
     share = "--launch.share-gpus --engine vllm"
     assert seen(placed(f"-t 0,1 -i 1,2 {share}")) == ("0,1", ["1", "2"])
     assert seen(placed(f"-t 2 {share}", ("0", "1"))) == ("0,1", ["0", "1"])
@@ -185,7 +185,7 @@ def test_a_file_may_say_numbers_and_lists(tmp_path: Path) -> None:
     assert seen(place(load(RunConfig, ["@", str(file)], {}), EIGHT, unknown)) == ("3", ["0", "1"])
 
 
-def test_idle_gpus_are_told() -> None:
+def test_idle_gpus_are_named() -> None:
     assert placed("-w 2").notes == ("idle: 5 GPUs, launch.workers asks for no more",)
     three = placed("--engine vllm --engine.tp 3")
     assert three.notes == ("idle: 1 GPU, no engine of 3 fits there",)

@@ -632,7 +632,7 @@ def test_flash_linear_attention_keeps_less_and_needs_no_padding() -> None:
         ("full", [FULL, FULL], False, "set training.seq_len lower"),
     ],
 )
-def test_a_learner_that_does_not_fit_is_told_what_takes_less(
+def test_an_error_of_a_learner_that_does_not_fit_names_what_takes_less_memory(
     how: str, kinds: list[str], kernels: bool, advice: str
 ) -> None:
     config = TrainingConfig.model_validate({"activation_checkpointing": how})

@@ -111,7 +111,7 @@ def test_a_machine_without_gpus_offers_a_part_of_its_memory() -> None:
     assert whole - 4 * GIB < shared < whole  # each rank is a process
 
 
-def test_a_node_that_can_hold_the_model_is_told_so() -> None:
+def test_a_node_that_can_hold_the_model_is_recognized() -> None:
     assert cannot_hold(config(), Q8B, there=[card(24)]) == ""
     assert "short of" in cannot_hold(config(), Q8B, there=[card(16)])
     assert cannot_hold(config("hf"), TINY, there=[], free=16 * GIB) == ""

@@ -56,7 +56,7 @@ def test_a_worker_gets_the_weights_that_the_trainer_has(model_dir: Path, tmp_pat
     assert (run.adapters.rank, run.adapters.alpha) == (4, 8.0)
 
 
-def test_the_layout_of_a_base_is_told_once_its_weights_are_checked(
+def test_the_layout_of_a_base_is_given_out_once_its_weights_are_checked(
     model_dir: Path, tmp_path: Path
 ) -> None:
     run, store = published(model_dir)
@@ -75,7 +75,7 @@ def test_every_chunk_of_the_base_is_named(model_dir: Path) -> None:
     assert base_weights.chunks(whole, store) == []
 
 
-def test_a_chunk_that_is_missing_is_said(model_dir: Path, tmp_path: Path) -> None:
+def test_a_missing_chunk_is_named(model_dir: Path, tmp_path: Path) -> None:
     run, store = published(model_dir)
     store.delete(base_weights.chunks(run, store)[-1].digest)
     with pytest.raises(StorageError, match="lost"):

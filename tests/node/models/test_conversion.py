@@ -189,7 +189,7 @@ def test_tokens_template_and_ends_of_a_gguf_file_are_kept(write: Write, tmp_path
     assert huggingface.stop_token_ids(tmp_path / "made") == (258, 259)
 
 
-def test_a_quantized_gguf_file_is_said_to_be_one(write: Write, tmp_path: Path) -> None:
+def test_a_quantized_gguf_file_is_recognized(write: Write, tmp_path: Path) -> None:
     def quantized(writer: Any) -> None:
         add = writer.add_tensor
 
@@ -326,7 +326,7 @@ def test_tensors_that_the_model_does_not_have_are_named_or_refused(
     assert not (tmp_path / "other").exists()
 
 
-def test_a_head_of_its_own_is_kept_and_said_where_the_config_ties_it(
+def test_a_head_of_its_own_is_kept_and_reported_where_the_config_ties_it(
     directory: Path, tmp_path: Path
 ) -> None:
     path = directory / "model.safetensors"

@@ -52,10 +52,10 @@ EVERY_TIME = ("gemma3_text", "qwen3_5_text")
 STAND_IN = Path(__file__).parents[2] / "support" / "without_images"
 
 
-Drawn = list[tuple[GenerateRequest, Completion]]
+Replies = list[tuple[GenerateRequest, Completion]]
 
 
-async def drawn(engine: Engine, seed: int) -> Drawn:
+async def replies_of(engine: Engine, seed: int) -> Replies:
     """Generate concurrent replies of various lengths to prompts of various lengths."""
     sizes = ((0, 9), (9, 7), (20, 4))
     requests = [
@@ -65,7 +65,7 @@ async def drawn(engine: Engine, seed: int) -> Drawn:
     return list(zip(requests, completions, strict=True))
 
 
-def apart(directory: Path, state: State, found: Drawn, of: Callable[..., Any] = np.max) -> float:
+def apart(directory: Path, state: State, found: Replies, of: Callable[..., Any] = np.max) -> float:
     """The farthest that a logprob is from transformers', in nats; or what `of` says of all distances."""
     distances: list[float] = []
     for request, completion in found:
@@ -109,7 +109,7 @@ def policies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 async def audited(
-    auditor: PrefillCore | VllmAuditor, dtype: str, policies: Policies, found: Drawn
+    auditor: PrefillCore | VllmAuditor, dtype: str, policies: Policies, found: Replies
 ) -> list[tuple[Measured, Measured]]:
     """What an audit says of each reply of the second policy, and of the same claimed to be the first one's."""
     await auditor.start(policies.directory, make_run(dtype))
@@ -129,9 +129,9 @@ async def test_the_embedded_engine_generates_is_updated_in_place_and_its_work_au
     directory, first, second = policies.directory, policies.first, policies.second
     async with running(HfEngine(FP32), directory) as engine:
         await engine.load(1, first)
-        assert apart(directory, first, await drawn(engine, 1)) < NATS["hf"]
+        assert apart(directory, first, await replies_of(engine, 1)) < NATS["hf"]
         await engine.update(2, second, policies.changed)
-        found = await drawn(engine, 2)
+        found = await replies_of(engine, 2)
         assert apart(directory, second, found) < NATS["hf"]
     for honest, behind in await audited(PrefillCore(FP32), "float32", policies, found):
         assert honest.logprob_max < NATS["hf"]
@@ -203,9 +203,9 @@ async def test_vllm_generates_is_updated_in_place_and_its_work_audited(
         monkeypatch.syspath_prepend(str(STAND_IN))
     async with running(HostedEngine(config), directory) as engine:
         await engine.load(1, first)
-        assert apart(directory, first, await drawn(engine, 1), of) < nats
+        assert apart(directory, first, await replies_of(engine, 1), of) < nats
         await engine.update(2, second, made.changed)
-        found = await drawn(engine, 2)
+        found = await replies_of(engine, 2)
         assert apart(directory, second, found, of) < nats < apart(directory, first, found, of)
     auditor = VllmAuditor(config, timeout_s=60.0)
     for honest, behind in await audited(auditor, config.dtype, made, found):

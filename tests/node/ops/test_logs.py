@@ -66,7 +66,7 @@ def log() -> Iterator[logging.Logger]:
     root.handlers, root.level = before, level
 
 
-def test_a_full_disk_costs_lines_and_is_told_once_and_so_is_its_end(
+def test_a_full_disk_costs_log_lines_and_is_reported_once_as_is_its_end(
     tmp_path: Path, log: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:

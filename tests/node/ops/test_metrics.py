@@ -127,13 +127,13 @@ def test_a_loop_that_stands_still_is_spoken_of_once_and_when_it_goes_on() -> Non
     assert still.look(111.0, 110.9) == ""
 
 
-def test_a_lock_that_holds_up_every_thread_is_told_from_a_loop_that_blocks() -> None:
+def test_a_lock_that_holds_up_every_thread_is_distinguished_from_a_loop_that_blocks() -> None:
     still = StallDetector(100.0)
     words = still.look(100.0 + LOOK_S + STILL_S + 1.0, 100.0)
     assert words == "no thread of Python ran for 3.0 s, nor did the event loop"
 
 
-def test_it_is_said_in_what_the_loop_s_thread_stands_and_what_others_do_beside_it() -> None:
+def test_a_stalled_loop_is_reported_with_the_stacks_of_its_thread_and_others() -> None:
     here = inspect.currentframe()
     assert here is not None
     words = scene({1: here, 2: here}, 1)

@@ -289,7 +289,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     sys.modules.update(real)
 
 
-def test_a_monitor_is_told_the_public_config_alone(
+def test_a_monitor_gets_the_public_config_only(
     tmp_path: Path, fake: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret, told = "correct-horse-battery", tmp_path / "told"
@@ -327,7 +327,7 @@ def test_a_monitor_is_told_the_public_config_alone(
     ]
 
 
-async def test_a_monitor_of_a_worker_is_told_its_figures_and_no_secret(
+async def test_a_monitor_of_a_worker_gets_its_metrics_and_no_secret(
     tmp_path: Path, model_dir: Path, fake: Install
 ) -> None:
     secret, told = "correct-horse-battery", tmp_path / "told"

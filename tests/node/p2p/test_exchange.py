@@ -5,11 +5,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload
+from support.exchange_world import (
+    KIB,
+    Bare,
+    ExchangeNetwork,
+    bytes_of,
+    copies_sent,
+    lines,
+    node_id,
+    payload,
+)
 from support.exchange_world import references as refs
 from support.lying_holders import claiming, late
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.node.errors import NetworkError, StorageError
@@ -34,9 +44,10 @@ async def all_fetch(
             tasks.create_task(worker.fetch(chunks, line, origin))
 
 
+@on_virtual_time
 async def test_a_lone_worker_fetches_everything_once() -> None:
     chunks = payload(40)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks)
         await worker.fetch(refs(chunks), [], origin)
@@ -47,12 +58,13 @@ async def test_a_lone_worker_fetches_everything_once() -> None:
         assert not +worker.fetcher.wasted
 
 
-@pytest.mark.parametrize(("workers", "count"), [(2, 30), (8, 60), (8, 3)])
+@pytest.mark.parametrize(("workers", "count"), [(2, 30), (8, 24), (8, 3)])
+@on_virtual_time
 async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int) -> None:
     chunks = payload(count, 32 * KIB)
     names = ["origin", *(f"w{number}" for number in range(workers))]
     rates = {node_id(name): 10 * MBIT for name in names}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
         nodes = [world.add(name) for name in names[1:]]
@@ -61,10 +73,11 @@ async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int)
         assert copies_sent(origin, refs(chunks)) <= 2.0
 
 
+@on_virtual_time
 async def test_two_workers_share_out_what_the_origin_sends_and_pass_it_to_each_other() -> None:
     chunks = payload(30, 32 * KIB)
     rates = {node_id(name): 40 * MBIT for name in ("origin", "w0", "w1")}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, first, second = (world.add(name) for name in ("origin", "w0", "w1"))
         origin.hold(chunks)
         await all_fetch([first, second], refs(chunks), origin)
@@ -72,9 +85,10 @@ async def test_two_workers_share_out_what_the_origin_sends_and_pass_it_to_each_o
             assert bytes_of(one.fetcher.fetched, other) >= 0.2 * 30 * 32 * KIB
 
 
+@on_virtual_time
 async def test_a_late_joiner_fetches_from_neighbours_and_leaves_the_origin_alone() -> None:
     chunks = payload(30)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, late = world.add("origin"), world.add("late")
         nodes = [world.add(f"w{number}") for number in range(3)]
         for holder in [origin, *nodes]:
@@ -84,10 +98,11 @@ async def test_a_late_joiner_fetches_from_neighbours_and_leaves_the_origin_alone
         assert sum(node.server.served[late.id] > 0 for node in nodes) >= 2
 
 
+@on_virtual_time
 async def test_a_worker_passes_on_what_it_has_while_it_still_fetches() -> None:
     chunks = payload(20, 32 * KIB)
     rates = {node_id("origin"): 1 * MBIT}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, first, second = (world.add(name) for name in ("origin", "w0", "w1"))
         origin.hold(chunks)
         world.network.partition(second.id, origin.id)
@@ -102,10 +117,11 @@ async def test_a_worker_passes_on_what_it_has_while_it_still_fetches() -> None:
         await asyncio.wait(fetching)
 
 
+@on_virtual_time
 async def test_what_is_in_the_store_is_not_fetched_again_after_a_kill(tmp_path: Path) -> None:
     chunks = payload(40, 32 * KIB)
     rates = {node_id("origin"): 4 * MBIT}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
         before = world.add("w0", store=FileStore(tmp_path, max_bytes=1 << 30, fsync=False))
@@ -125,10 +141,11 @@ async def test_what_is_in_the_store_is_not_fetched_again_after_a_kill(tmp_path: 
         assert after.fetcher.fetched == {origin.id: (40 - kept) * 32 * KIB}
 
 
+@on_virtual_time
 async def test_a_slow_neighbour_does_not_slow_the_others() -> None:
     chunks = payload(24, 128 * KIB)
     rates = {node_id("slow"): 0.5 * MBIT}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, worker = world.add("origin"), world.add("w0")
         slow, fast = world.add("slow"), world.add("fast")
         for holder in (origin, slow, fast):
@@ -141,9 +158,10 @@ async def test_a_slow_neighbour_does_not_slow_the_others() -> None:
 # -- what nobody has --------------------------------------------------------------------------------
 
 
+@on_virtual_time
 async def test_what_the_origin_keeps_no_longer_ends_the_fetch_at_once() -> None:
     chunks = payload(3)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks[:2])
         async with asyncio.timeout(60.0):
@@ -154,12 +172,13 @@ async def test_what_the_origin_keeps_no_longer_ends_the_fetch_at_once() -> None:
         assert worker.holds(refs(chunks[:2]))
 
 
+@on_virtual_time
 async def test_without_anybody_a_fetch_gives_up_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("primerl.node.p2p.download.GIVE_UP_S", 1.0)
     chunks = payload(3)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         world.network.drop(origin.id)
         async with asyncio.timeout(60.0):
@@ -170,6 +189,7 @@ async def test_without_anybody_a_fetch_gives_up_and_says_so(
 @pytest.mark.parametrize(
     ("source", "chunk_s", "stuck_s"), [("origin", 0.25, 2.0), ("holder", 0.3, 4.0)]
 )
+@on_virtual_time
 async def test_a_crowd_that_waits_in_line_for_longer_than_for_the_dead_gets_every_chunk(
     source: str, chunk_s: float, stuck_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +199,7 @@ async def test_a_crowd_that_waits_in_line_for_longer_than_for_the_dead_gets_ever
     monkeypatch.setattr("primerl.node.p2p.serve.BEAT_S", 0.1)
     chunks = payload(1)
     rates = {node_id(name): 64 * KIB / chunk_s for name in ("origin", "holder")}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin, holder = world.add("origin"), world.add("holder")
         workers = [world.add(f"w{number}") for number in range(24)]
         for one in (origin, holder):
@@ -191,6 +211,7 @@ async def test_a_crowd_that_waits_in_line_for_longer_than_for_the_dead_gets_ever
         assert all(worker.holds(refs(chunks)) for worker in workers)
 
 
+@on_virtual_time
 async def test_an_origin_that_failed_once_and_then_keeps_us_in_line_is_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,13 +231,14 @@ async def test_an_origin_that_failed_once_and_then_keeps_us_in_line_is_not_given
         await stream.write(chunk)
         await asyncio.sleep(60.0)
 
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin", handler=handler), world.add("w0")
         async with asyncio.timeout(60.0):
             await worker.fetch(refs([chunk]), [], origin)
         assert worker.holds(refs([chunk]))
 
 
+@on_virtual_time
 async def test_a_line_at_a_neighbour_is_waited_for_when_the_origin_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -224,7 +246,7 @@ async def test_a_line_at_a_neighbour_is_waited_for_when_the_origin_is_gone(
     chunks = payload(1)
     store = MemoryStore(max_bytes=1 << 30)
     store.put(chunks[0])
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         holder = world.add("holder", handler=claiming(late(store, 5.0)))
         world.network.drop(origin.id)
@@ -233,9 +255,10 @@ async def test_a_line_at_a_neighbour_is_waited_for_when_the_origin_is_gone(
         assert worker.holds(refs(chunks))
 
 
+@on_virtual_time
 async def test_neighbours_alone_are_enough_when_the_origin_is_gone() -> None:
     chunks = payload(20)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker, other = world.add("origin"), world.add("w0"), world.add("w1")
         other.hold(chunks)
         world.network.drop(origin.id)
@@ -243,9 +266,10 @@ async def test_neighbours_alone_are_enough_when_the_origin_is_gone() -> None:
             await worker.fetch(refs(chunks), [other], origin)
 
 
-async def test_a_full_store_is_told_as_what_it_is() -> None:
+@on_virtual_time
+async def test_a_full_store_is_named_as_the_cause() -> None:
     chunks = payload(4)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin = world.add("origin")
         worker = world.add("w0", store=MemoryStore(max_bytes=100 * KIB))
         origin.hold(chunks)
@@ -276,10 +300,11 @@ class Seed:
         return self.held[chunk.digest]
 
 
+@on_virtual_time
 async def test_a_seed_is_asked_before_the_origin_and_the_origin_for_the_rest() -> None:
     chunks = payload(20)
     seed = Seed(chunks[:15])
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0", seeds=[seed])
         origin.hold(chunks)
         await worker.fetch(refs(chunks), [], origin)
@@ -290,6 +315,7 @@ async def test_a_seed_is_asked_before_the_origin_and_the_origin_for_the_rest() -
 
 
 @pytest.mark.parametrize("fault", ["wrong bytes", "unreachable"])
+@on_virtual_time
 async def test_a_seed_that_fails_is_left_alone(fault: str) -> None:
     chunks = payload(20)
     lies = payload(20, seed=1)
@@ -297,7 +323,7 @@ async def test_a_seed_that_fails_is_left_alone(fault: str) -> None:
     if fault == "wrong bytes":
         seed = Seed(chunks)
         seed.held = dict(zip((one.digest for one in refs(chunks)), lies, strict=True))
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0", seeds=[seed])
         origin.hold(chunks)
         await worker.fetch(refs(chunks), [], origin)
@@ -321,9 +347,10 @@ class Tcp:
         return data
 
 
+@on_virtual_time
 async def test_an_origin_that_iroh_does_not_reach_is_reached_by_another_path() -> None:
     chunks = payload(10)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin = world.add("origin")
         origin.hold(chunks)
         tcp = Tcp(origin)
@@ -335,9 +362,10 @@ async def test_an_origin_that_iroh_does_not_reach_is_reached_by_another_path() -
         assert tcp.asked == [origin.id] * 10
 
 
+@on_virtual_time
 async def test_a_path_that_leads_nowhere_either_does_not_keep_us_from_the_usual_one() -> None:
     chunks = payload(10)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin = world.add("origin")
         origin.hold(chunks)
 

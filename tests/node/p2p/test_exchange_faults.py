@@ -2,10 +2,20 @@
 
 import asyncio
 
-from support.exchange_world import KIB, Bare, World, bytes_of, copies_sent, lines, node_id, payload
+from support.exchange_world import (
+    KIB,
+    Bare,
+    ExchangeNetwork,
+    bytes_of,
+    copies_sent,
+    lines,
+    node_id,
+    payload,
+)
 from support.exchange_world import references as refs
 from support.lying_holders import claiming, deny, keep_in_line
 from support.memory_network import MemoryNetwork
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.node.p2p.rpc import send
@@ -29,9 +39,10 @@ async def stall(stream: Stream, request: GetChunk) -> None:
     await asyncio.sleep(3600)
 
 
+@on_virtual_time
 async def test_a_corrupting_neighbour_costs_one_chunk_and_is_left_out_of_the_next_fetch() -> None:
     chunks, more = payload(30, SIZE), payload(30, SIZE, seed=1)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         bad = world.add("bad", handler=claiming(corrupt))
         origin.hold(chunks + more)
@@ -43,9 +54,10 @@ async def test_a_corrupting_neighbour_costs_one_chunk_and_is_left_out_of_the_nex
         assert bad.id not in worker.fetcher.fetched
 
 
+@on_virtual_time
 async def test_a_neighbour_that_has_not_what_it_claims_is_blamed_and_left_out() -> None:
     chunks = payload(30, SIZE)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         bad = world.add("bad", handler=claiming(deny))
         origin.hold(chunks)
@@ -54,9 +66,10 @@ async def test_a_neighbour_that_has_not_what_it_claims_is_blamed_and_left_out() 
         assert worker.peers.get(bad.id).blamed == {Reason.NOT_FOUND: 1}
 
 
+@on_virtual_time
 async def test_a_neighbour_that_stalls_or_lets_us_wait_holds_up_no_chunk_for_long() -> None:
     chunks = payload(30, SIZE)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         bad = [world.add("b1", handler=claiming(stall))]
         bad.append(world.add("b2", handler=claiming(keep_in_line)))
@@ -69,11 +82,12 @@ async def test_a_neighbour_that_stalls_or_lets_us_wait_holds_up_no_chunk_for_lon
         assert bytes_of(worker.fetcher.fetched, *bad) == 0
 
 
+@on_virtual_time
 async def test_neighbours_that_stall_with_all_they_claim_cost_seconds_then_the_origin_gives() -> (
     None
 ):
     chunks = payload(6, SIZE)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         bad = [world.add(f"b{number}", handler=claiming(stall)) for number in range(3)]
         origin.hold(chunks)
@@ -82,9 +96,10 @@ async def test_neighbours_that_stall_with_all_they_claim_cost_seconds_then_the_o
         assert worker.holds(refs(chunks))
 
 
+@on_virtual_time
 async def test_dead_neighbours_do_not_keep_a_fetch_from_the_origin() -> None:
     chunks = payload(10, SIZE)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         silent, gone = world.add("silent"), world.add("gone")
         world.network.stall(worker.id, silent.id)
@@ -96,11 +111,12 @@ async def test_dead_neighbours_do_not_keep_a_fetch_from_the_origin() -> None:
         assert worker.peers.reliability(silent.id) < 1.0
 
 
+@on_virtual_time
 async def test_a_swarm_with_every_kind_of_bad_neighbour_loses_no_chunk() -> None:
     chunks = payload(40, SIZE)
     names = ["origin", *(f"w{number}" for number in range(8))]
     rates = {node_id(name): 40 * MBIT for name in names}
-    async with World(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
         workers = [world.add(name) for name in names[1:]]

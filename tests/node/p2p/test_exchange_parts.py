@@ -439,7 +439,7 @@ async def test_a_full_line_says_that_it_is_busy() -> None:
     await waiting
 
 
-async def test_a_peer_that_waits_for_a_slot_is_told_again_and_again() -> None:
+async def test_a_peer_that_waits_for_a_slot_gets_a_heartbeat() -> None:
     slots = UploadSlots(1)
     beats: list[int] = []
 

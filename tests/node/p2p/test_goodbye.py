@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.memory_network import MemoryNetwork
 from support.protocol_cases import TRAINER, WORKER
 

@@ -8,13 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from support.bare_node import serving
 from support.memory_network import MemoryNetwork
 from support.protocol_cases import RUN, TRAINER
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.connections import Router
 from primerl.node.p2p.heads import HeadServer, HeadStore
-from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.transport import Stream
 from primerl.node.storage.ledger import Ledger
@@ -40,20 +39,16 @@ async def watched(directory: Path) -> AsyncGenerator[tuple[HeadStore, HeadServer
 
     network = MemoryNetwork()
     server, client = network.transport(SERVER), network.transport(CLIENT)
-    handlers = {ALPN_CONTROL: answer}
-    router = Router(server, PeerTable(), handlers, max_streams_per_peer=4, max_peers=4)
-    running = asyncio.create_task(router.run())
-    connection = await client.connect(SERVER, server.addresses(), ALPN_CONTROL, deadline=PATIENCE_S)
-    stream = await connection.open_stream()
-    await send(stream, WatchHeads(0, -1))
-    await asyncio.wait_for(asked.wait(), PATIENCE_S)
-    try:
+    async with serving(server, {ALPN_CONTROL: answer}):
+        connection = await client.connect(
+            SERVER, server.addresses(), ALPN_CONTROL, deadline=PATIENCE_S
+        )
+        stream = await connection.open_stream()
+        await send(stream, WatchHeads(0, -1))
+        await asyncio.wait_for(asked.wait(), PATIENCE_S)
         yield book, heads, stream
-    finally:
-        await server.close()
-        await client.close()
-        await asyncio.wait_for(running, PATIENCE_S)
-        ledger.close()
+    await client.close()
+    ledger.close()
 
 
 async def test_a_node_that_stops_waits_until_its_watchers_have_read_it(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 
-from support.exchange_world import KIB, Bare, World, copies_sent, lines, node_id, payload
+from support.exchange_world import KIB, Bare, ExchangeNetwork, copies_sent, lines, node_id, payload
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.node.p2p.connections import Handler
@@ -49,9 +50,10 @@ def refusing(asked: Counter[str], name: str) -> Handler:
     return handler
 
 
+@on_virtual_time
 async def test_a_holder_that_only_gossip_names_spares_the_origin() -> None:
     chunks = payload(20, SIZE)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, holder, worker = (world.add(name) for name in ("origin", "holder", "w0"))
         origin.hold(chunks)
         holder.hold(chunks)
@@ -60,10 +62,11 @@ async def test_a_holder_that_only_gossip_names_spares_the_origin() -> None:
         assert copies_sent(origin, refs(chunks)) == 0
 
 
+@on_virtual_time
 async def test_a_holder_that_gossip_names_during_the_fetch_is_asked_too() -> None:
     chunks = payload(20, SIZE)
     network = MemoryNetwork(uplink=lines({node_id("origin"): 2.0 * SIZE}))
-    async with World(network) as world:
+    async with ExchangeNetwork(network) as world:
         origin, holder, worker = (world.add(name) for name in ("origin", "holder", "w0"))
         origin.hold(chunks)
         holder.hold(chunks)
@@ -79,10 +82,11 @@ async def test_a_holder_that_gossip_names_during_the_fetch_is_asked_too() -> Non
         assert worker.fetcher.fetched[holder.id] >= 10 * SIZE
 
 
+@on_virtual_time
 async def test_a_liar_that_says_it_holds_everything_costs_a_refused_watch() -> None:
     chunks = payload(20, SIZE)
     asked: Counter[str] = Counter()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         origin.hold(chunks)
         liar = world.add("liar", handler=refusing(asked, "liar"))
@@ -92,9 +96,10 @@ async def test_a_liar_that_says_it_holds_everything_costs_a_refused_watch() -> N
         assert not worker.fetcher.wasted.total()
 
 
+@on_virtual_time
 async def test_a_liar_that_is_nowhere_keeps_a_worker_from_nothing() -> None:
     chunks, more = payload(20, SIZE), payload(20, SIZE, seed=1)
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, other, worker = (world.add(name) for name in ("origin", "other", "w0"))
         origin.hold(chunks + more)
         other.hold(chunks)
@@ -106,11 +111,12 @@ async def test_a_liar_that_is_nowhere_keeps_a_worker_from_nothing() -> None:
         assert worker.fetcher.fetched[origin.id] == 20 * SIZE
 
 
+@on_virtual_time
 async def test_the_origin_is_not_asked_to_spare_itself_for_the_sake_of_hearsay() -> None:
     """It would make us wait for a neighbour that may never have existed."""
     chunks = payload(4, SIZE)
     urgent: set[bool] = set()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         worker = world.add("w0")
         store = MemoryStore(max_bytes=1 << 30)
 
@@ -135,10 +141,11 @@ async def test_the_origin_is_not_asked_to_spare_itself_for_the_sake_of_hearsay()
         assert urgent == {True}
 
 
+@on_virtual_time
 async def test_liars_in_any_number_get_half_the_places_and_never_the_first() -> None:
     chunks = payload(40, SIZE)
     asked: Counter[str] = Counter()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, worker = world.add("origin"), world.add("w0")
         line = [world.add(f"w{number}") for number in range(1, 9)]
         for one in [origin, *line]:
@@ -150,10 +157,11 @@ async def test_liars_in_any_number_get_half_the_places_and_never_the_first() -> 
         assert worker.fetcher.fetched[line[0].id] > 0
 
 
+@on_virtual_time
 async def test_a_neighbour_that_says_it_holds_the_version_comes_before_those_that_do_not() -> None:
     chunks = payload(20, SIZE)
     asked: Counter[str] = Counter()
-    async with World() as world:
+    async with ExchangeNetwork() as world:
         origin, holder = world.add("origin"), world.add("holder")
         empty = [world.add(f"e{n}", handler=refusing(asked, f"e{n}")) for n in range(40)]
         for one in (origin, holder):

@@ -468,5 +468,5 @@ def test_a_binding_that_changed_is_not_patched_blindly() -> None:
         ("sending failed", "sending failed"),
     ],
 )
-def test_the_end_of_a_connection_is_told_in_words(said: str, shown: str) -> None:
+def test_the_end_of_a_connection_has_a_reason_in_words(said: str, shown: str) -> None:
     assert cause(RuntimeError(said)) == shown

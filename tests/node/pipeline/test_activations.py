@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Encoding, tuple[Array, ...]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_never_sent_is_refused(case: str) -> None:
+def test_frames_that_are_never_sent_are_refused(case: str) -> None:
     encoding, arrays = WRONG[case]
     with pytest.raises(EngineError, match="previous stage"):
         unpack(arrays, encoding, dtype=torch.float32, device=torch.device("cpu"), width=WIDTH)

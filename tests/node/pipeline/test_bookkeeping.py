@@ -30,7 +30,7 @@ def test_an_engine_that_owes_nothing_is_not_silent() -> None:
     assert monitor.silent_s(200.0) == 0.0
 
 
-def test_what_it_leaves_out_is_not_waited_for() -> None:
+def test_steps_before_a_reset_are_not_waited_for() -> None:
     monitor = ProcessMonitor()
     for number in range(3):
         monitor.record_input(head(Kind.STEP, number), 0.0)

@@ -136,7 +136,7 @@ def test_what_is_of_another_chain_is_dropped(chain: RingClient, far: Far) -> Non
 
 
 @pytest.mark.parametrize("number", [1, 7])
-def test_an_answer_out_of_turn_breaks_the_chain_and_is_told(
+def test_an_answer_out_of_turn_breaks_the_chain_and_is_reported(
     chain: RingClient, far: Far, number: int
 ) -> None:
     chain.begin(1, 0, WAIT_S)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.ring_cases import SHAPE, said, step
+from support.ring_cases import SHAPE, fields_of, step
 
 from primerl.node.pipeline.frames import (
     BEAT,
@@ -53,7 +53,7 @@ def test_a_frame_comes_back_as_it_was(
     tensors = tuple(np.ones(shape, dtype) for dtype, shape in shapes if shape)
     frame = Frame(kind, number, 2**53 - number, text, tensors, text[::-1], 5, 6)
     found = read(wire(frame))
-    assert said(found) == said(frame)
+    assert fields_of(found) == fields_of(frame)
     assert (found.busy_us, found.waited_us) == (5, 6)
 
 
@@ -67,16 +67,16 @@ def test_tensors_are_not_copied_on_the_way_out() -> None:
 def test_tensors_are_aligned_whatever_is_before_them(length: int) -> None:
     found = read(wire(step(1, 1, body=bytes(length))))
     assert all(tensor.flags.aligned for tensor in found.tensors)
-    assert said(found) == said(step(1, 1, body=bytes(length)))
+    assert fields_of(found) == fields_of(step(1, 1, body=bytes(length)))
 
 
-def test_a_tensor_that_is_no_block_of_memory_is_said_rightly() -> None:
+def test_a_tensor_that_is_not_contiguous_is_encoded_right() -> None:
     tensor = np.arange(12, dtype=np.float32).reshape(3, 4).T
     found = read(wire(Frame(Kind.STEP, 1, 1, b"", (tensor,))))
     assert np.array_equal(found.tensors[0], tensor)
 
 
-def test_what_is_larger_than_the_plan_needs_is_refused_before_it_is_read() -> None:
+def test_frames_larger_than_the_plan_needs_are_refused_before_they_are_read() -> None:
     too_long = np.zeros((LIMITS.tensors // 4 + 1,), np.float32)
     for frame in (
         Frame(Kind.STEP, 1, 1, bytes(LIMITS.body + 1)),
@@ -98,7 +98,7 @@ def test_the_largest_micro_batch_of_a_plan_goes_through() -> None:
     states = np.zeros((SHAPE.max_step_tokens, SHAPE.hidden_size), np.float32)
     scales = np.zeros(SHAPE.max_step_tokens, np.float32)
     frame = Frame(Kind.STEP, 1, 1, b"", (states, states, scales, scales))
-    assert said(read(wire(frame))) == said(frame)
+    assert fields_of(read(wire(frame))) == fields_of(frame)
 
 
 def test_a_head_of_any_length_is_no_head() -> None:
@@ -125,7 +125,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_is_no_head_is_refused(name: str) -> None:
+def test_malformed_frame_heads_are_refused(name: str) -> None:
     with pytest.raises(RemoteProtocolError):
         read_head(HEADS[name], LIMITS)
 

@@ -146,7 +146,7 @@ def test_parts_of_a_prompt_do_not_wait_for_each_other() -> None:
     assert lanes.pick([prompt], 0, 7) is None
 
 
-def test_what_is_over_is_forgotten() -> None:
+def test_finished_sequences_are_forgotten() -> None:
     lanes = LaneAssignment(lambda _: 2)
     lanes.set_members(0, [One("a"), One("b")])
     assert len(lanes) == 2

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support.ring_cases import LIMITS, said, soon, step
+from support.ring_cases import LIMITS, fields_of, soon, step
 
 from primerl.node.errors import NodeError
 from primerl.node.p2p.waiting import Notifier
@@ -58,12 +58,12 @@ async def test_frames_go_both_ways(end: LocalLink) -> None:
     port = await connect(end)
     await listener(end).changed(1)
     await end.box.put(packet(step(1, 5), LIMITS))
-    assert said(await asyncio.to_thread(port.receive, 5.0)) == said(step(1, 5))
+    assert fields_of(await asyncio.to_thread(port.receive, 5.0)) == fields_of(step(1, 5))
     port.send(step(1, 6))
     while not listener(end).packets:
         await soon(listener(end).signal.wait())
     found = listener(end).packets[0]
-    assert said(decode(found.head, found.contents)) == said(step(1, 6))
+    assert fields_of(decode(found.head, found.contents)) == fields_of(step(1, 6))
     assert found.start[PREFIX_BYTES:]
     await asyncio.to_thread(port.close)
     await listener(end).changed(2)
@@ -100,7 +100,7 @@ async def test_a_process_that_connects_while_the_end_closes_is_let_go(
             assert await asyncio.to_thread(other.recv, 1) == b""
 
 
-async def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
+async def test_a_path_that_is_too_long_for_a_socket_is_named(tmp_path: Path) -> None:
     with pytest.raises(NodeError, match="shorter"):
         async with LocalLink(tmp_path / ("x" * 120), LIMITS):
             pass

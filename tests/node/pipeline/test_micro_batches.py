@@ -5,7 +5,7 @@ from math import ceil
 
 import pytest
 
-from primerl.node.pipeline.micro_batches import MicroBatches
+from primerl.node.pipeline.micro_batches import WINDOW, MicroBatches
 
 Cost = Callable[[int], float]
 """Seconds that a stage needs for a micro-batch of this number of sequences."""
@@ -85,8 +85,10 @@ def test_trips_of_the_number_before_do_not_count() -> None:
     pace = MicroBatches(64)
     for number in range(100):
         pace.record_send(number, 0.0)
-    for number in range(100):
+    for number in range(WINDOW):
         pace.record_return(number, 0.010, 0.0, 0.100)
+    for number in range(WINDOW, 100):
+        pace.record_return(number, 0.010, 0.070, 0.100)
     assert pace.count(512) == 10
 
 
@@ -126,7 +128,7 @@ def test_a_pipeline_that_gets_faster_has_fewer_in_flight_again() -> None:
     assert made.lanes == 2
 
 
-def test_the_share_of_the_time_in_which_the_slowest_stage_waits_is_told() -> None:
+def test_the_share_of_the_time_in_which_the_slowest_stage_waits_is_measured() -> None:
     pace = MicroBatches(4)
     assert pace.stall_share == 0.0
     for number in range(8):

@@ -161,7 +161,7 @@ def test_a_slow_line_is_put_where_only_tokens_travel() -> None:
     assert order_of(found)[1] == 2
 
 
-def test_what_operators_said_is_done_even_if_it_is_not_the_best() -> None:
+def test_ranks_that_operators_set_are_kept_even_if_they_are_not_the_best() -> None:
     some = [
         Offered(node(0), offer(14_000, rank=1, world_size=2)),
         Offered(node(1), offer(99_000)),

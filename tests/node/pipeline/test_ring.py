@@ -130,7 +130,7 @@ async def test_a_ring_without_work_stays_healthy() -> None:
         assert (await made.trip(epoch, 1)).number == 1
 
 
-def said(epoch: int, number: int) -> Frame:
+def sampling_step(epoch: int, number: int) -> Frame:
     """Make a micro-batch with a row from which a token is sampled."""
     return replace(step(epoch, number), trail=b"a" * FINGERPRINT_BYTES)
 
@@ -140,7 +140,7 @@ async def test_what_every_stage_says_of_its_states_comes_back_without_signatures
         for rank in (1, 2):
             made.computes[rank].says = bytes([rank]) * FINGERPRINT_BYTES
         epoch = await made.begin()
-        await made.send(said(epoch, 1))
+        await made.send(sampling_step(epoch, 1))
         await made.send(replace(step(epoch, 2), trail=b""))
         drawn = await made.receive(Kind.DRAWN)
         assert (
@@ -153,7 +153,7 @@ async def test_an_engine_that_forges_what_others_said_breaks_its_own_stage() -> 
     async with chain(3, signs=True) as made:
         made.computes[1].says = b"odd"
         epoch = await made.begin()
-        await made.send(said(epoch, 1))
+        await made.send(sampling_step(epoch, 1))
         await made.receive(Kind.FAULT)
         assert (await soon(made.rings[0].wait_failed())).rank in (1, None)
 

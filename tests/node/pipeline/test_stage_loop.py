@@ -48,9 +48,11 @@ def stage(compute: Compute, rank: int = 1) -> Generator[MemoryPort]:
     near, far = ring_cases.pair()
     thread = threading.Thread(target=stage_loop.serve, args=(far, compute), kwargs={"rank": rank})
     thread.start()
-    yield near
-    near.close()
-    thread.join(WAIT_S)
+    try:
+        yield near
+    finally:  # else a failed test keeps the process of its suite
+        near.close()
+        thread.join(WAIT_S)
     assert not thread.is_alive()
 
 

@@ -73,7 +73,7 @@ def test_what_is_encoded_is_read_again() -> None:
         encode(StageStep((new(blocks=(-1,)),))),
     ],
 )
-def test_what_is_no_step_is_refused(body: bytes) -> None:
+def test_bytes_that_are_no_step_are_refused(body: bytes) -> None:
     with pytest.raises(EngineError, match="invalid step"):
         decode_step(body)
 

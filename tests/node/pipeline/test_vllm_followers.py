@@ -31,7 +31,7 @@ def line(count: int) -> tuple[RankPipes, list[Connection]]:
     return RankPipes(ours), ours
 
 
-def test_every_rank_is_told_the_same_in_the_same_order() -> None:
+def test_every_rank_gets_the_same_calls_in_the_same_order() -> None:
     found, _ = line(3)
     found.notify("note", 1)
     answers = found.begin("note", np.arange(3).sum())
@@ -39,7 +39,7 @@ def test_every_rank_is_told_the_same_in_the_same_order() -> None:
     assert RankPipes(()).call("note", 1) == []
 
 
-def test_what_is_for_the_first_rank_only_is_told_to_no_other() -> None:
+def test_calls_for_the_first_rank_reach_no_other() -> None:
     found, _ = line(2)
     found.notify_first("note", 1)
     assert found.call("note", 2) == [[1, 1, 2], [2, 2]]

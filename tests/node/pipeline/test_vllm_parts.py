@@ -259,7 +259,7 @@ def test_the_last_stage_tells_what_each_lane_drew_in_the_order_it_is_asked_for()
         assert told[1].wait([])[0] == ()
 
 
-def test_what_was_drawn_twice_counts_once() -> None:
+def test_a_step_that_came_twice_counts_once() -> None:
     kept = keeper(boundaries=0)
     kept.admit("a", 3, 4, 0, 1.0)
     kept.record(["a"], [3], numbers(-1), b"")

@@ -46,7 +46,7 @@ NARROW = shape_of(
 
 
 @dataclass
-class World:
+class PipelineCase:
     """A pipeline with policy 0, and a single engine's completions under both policies."""
 
     model_dir: Path
@@ -75,7 +75,7 @@ def requests() -> list[GenerateRequest]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PipelineCase]:
     """Each test leaves the newest policy and a healthy ring."""
     torch.set_num_threads(1)
     shape = SHAPE.model_copy(update={"head_dim": 32, "num_hidden_layers": 4})
@@ -94,7 +94,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     async with pipeline(model_dir, plan, fingerprint="projection", delay_s=0.01) as made:
         await made.load(0, states[0])
         await made.join()
-        yield World(model_dir, states, changed, wanted, made)
+        yield PipelineCase(model_dir, states, changed, wanted, made)
 
 
 async def all_of(made: Pipeline) -> list[Completion]:
@@ -119,7 +119,7 @@ def expect_same(found: list[Completion], wanted: list[Completion]) -> None:
 
 
 def states_at(
-    world: World, version: int, layer: int, found: Completion, prompt: Any
+    world: PipelineCase, version: int, layer: int, found: Completion, prompt: Any
 ) -> torch.Tensor:
     """Return the states [tokens, width] after `layer` layers, by a plain forward pass."""
     model: Any = huggingface.model_from_state(world.model_dir, world.states[version])
@@ -129,7 +129,9 @@ def states_at(
     return hidden[layer][0, len(prompt) - 1 : -1]
 
 
-async def test_three_stages_draw_what_one_piece_draws_however_tight_the_cache(world: World) -> None:
+async def test_three_stages_draw_what_one_piece_draws_however_tight_the_cache(
+    world: PipelineCase,
+) -> None:
     drawing, lanes = asyncio.create_task(all_of(world.made)), 0
     while not drawing.done():
         await asyncio.wait([drawing], timeout=0.05)
@@ -142,7 +144,9 @@ async def test_three_stages_draw_what_one_piece_draws_however_tight_the_cache(wo
     assert max(frames) - min(frames) <= 8  # every one passes every stage
 
 
-async def test_proofs_and_boundaries_are_those_of_the_states_in_one_piece(world: World) -> None:
+async def test_proofs_and_boundaries_are_those_of_the_states_in_one_piece(
+    world: PipelineCase,
+) -> None:
     prompt = requests()[3]
     found = await world.made.head.generate(prompt)
     hidden = states_at(world, 0, CUTS[-1], found, prompt.prompt)
@@ -156,7 +160,7 @@ async def test_proofs_and_boundaries_are_those_of_the_states_in_one_piece(world:
         assert not agrees(claimed, own[::-1])
 
 
-async def test_a_ring_that_breaks_delays_and_changes_nothing(world: World) -> None:
+async def test_a_ring_that_breaks_delays_and_changes_nothing(world: PipelineCase) -> None:
     made = world.made
     tasks = await begun(made)
     made.ring.break_now()
@@ -169,7 +173,7 @@ async def test_a_ring_that_breaks_delays_and_changes_nothing(world: World) -> No
         expect_same(await asyncio.gather(*tasks), world.wanted[0])
 
 
-async def test_an_update_is_one_moment_for_all_stages(world: World) -> None:
+async def test_an_update_is_one_moment_for_all_stages(world: PipelineCase) -> None:
     made = world.made
     tasks = await begun(made)
     async with asyncio.timeout(DEADLINE_S):
@@ -182,7 +186,7 @@ async def test_an_update_is_one_moment_for_all_stages(world: World) -> None:
     assert {one.policy_first for one in found} == {1}
 
 
-async def test_a_stage_that_dies_is_started_again_and_nothing_is_lost(world: World) -> None:
+async def test_a_stage_that_dies_is_started_again_and_nothing_is_lost(world: PipelineCase) -> None:
     made = world.made
     tasks = await begun(made)
     os.killpg(made.stages[0].pids[0], signal.SIGKILL)

@@ -97,7 +97,7 @@ def test_a_run_with_exact_numerics_says_what_every_engine_has_to_be() -> None:
     assert "set engine.type to vllm" in found.advice
 
 
-def test_a_gpu_that_others_use_is_said_with_the_share_that_is_left() -> None:
+def test_a_gpu_that_others_use_is_named_with_the_share_that_is_left() -> None:
     free, used = doctor.check_gpus(GPUS, None)
     assert free.state == "ok"
     assert used.state == "warning"

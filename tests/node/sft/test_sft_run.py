@@ -270,7 +270,7 @@ async def test_ranks_that_die_again_and_again_end_the_run(make: Any) -> None:
     assert len(backends.made) == 1 + TRAINING.fsdp.max_restarts
 
 
-async def test_a_directory_is_used_once_unless_it_is_said(make: Any) -> None:
+async def test_a_directory_is_used_once_unless_the_command_says_otherwise(make: Any) -> None:
     backends = Backends()
     await sft(make(max_steps=1), watch=quiet, factories=backends.factories())
     with pytest.raises(UsageError, match="--resume, --clean"):
@@ -353,6 +353,22 @@ async def test_a_rate_that_ruins_the_weights_ends_a_run_and_exports_nothing(make
         )
 
 
+async def test_a_validation_loss_that_is_no_number_ends_a_run_and_exports_nothing(
+    make: Any,
+) -> None:
+    """The last step may ruin the weights: no later one would be skipped."""
+
+    class Ruined(Recording):
+        async def evaluate(self, samples: Sequence[Sample]) -> dict[str, float]:
+            loss = math.nan if self.trained else 2.0
+            return {"loss/mean": loss, "tokens": float(len(samples))}
+
+    config = make(max_steps=3, validation={"fraction": 0.2})
+    with pytest.raises(RunFailed, match="the validation loss after step 3 is not a number"):
+        await sft(config, watch=quiet, factories=SftFactories(lambda _: Ruined(0, 0)))
+    assert not (config.run_dir / "weights").exists()
+
+
 async def test_a_run_with_one_skipped_step_counts_it_and_exports(make: Any) -> None:
     class Once(Recording):
         async def step(self, batch: TrainBatch) -> StepMetrics:
@@ -370,7 +386,7 @@ async def test_a_run_with_one_skipped_step_counts_it_and_exports(make: Any) -> N
     )
 
 
-async def test_nothing_to_learn_from_is_said(make: Any) -> None:
+async def test_a_run_without_data_names_the_key_to_set(make: Any) -> None:
     with pytest.raises(UsageError, match=r"--data\.files"):
         await sft(make(data={}), watch=quiet, factories=Backends().factories())
 

@@ -315,7 +315,7 @@ def tokenizer(model_dir: Path, own_chat: ChatFormat, roles: frozenset[str]) -> R
     return RendererTokenizer(renderer, own_chat, roles)
 
 
-def test_a_renderer_that_prompts_otherwise_than_the_template_is_told(
+def test_a_renderer_that_prompts_otherwise_than_the_template_is_named(
     model_dir: Path, own_chat: ChatFormat, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer(model_dir, own_chat, ASSISTANT)

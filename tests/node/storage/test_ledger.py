@@ -66,9 +66,7 @@ def test_a_ledger_is_read_while_a_large_row_is_written(tmp_path: Path) -> None:
         ledger.close()
 
 
-def test_a_second_node_is_told_to_go_away_and_a_reader_is_not(
-    ledger: Ledger, tmp_path: Path
-) -> None:
+def test_a_second_node_is_refused_and_a_reader_is_not(ledger: Ledger, tmp_path: Path) -> None:
     ledger.add_verdict(A, b"one")
     with pytest.raises(BusyError, match="in use by another node: stop it"):
         Ledger(tmp_path / "ledger.db")
@@ -122,7 +120,7 @@ def test_a_damaged_ledger_is_an_error_that_holds_no_lock(tmp_path: Path) -> None
     Ledger(path).close()
 
 
-def test_verdicts_are_told_to_their_owner_in_pieces(ledger: Ledger) -> None:
+def test_verdicts_are_sent_to_their_owner_in_pieces(ledger: Ledger) -> None:
     for number in range(6):
         ledger.add_verdict(A if number % 2 else B, bytes([number]) * 10)
     first = ledger.verdicts_after(A, 0, count=2, size=100)
@@ -193,7 +191,7 @@ def test_a_directory_where_the_ledger_belongs_is_named(tmp_path: Path) -> None:
         Ledger(tmp_path / "ledger.db")
 
 
-def test_a_row_with_a_changed_bit_is_said_once_and_the_others_are_read(
+def test_a_row_with_a_changed_bit_is_reported_once_and_the_others_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "ledger.db"
@@ -221,7 +219,7 @@ def test_a_row_with_a_changed_bit_is_said_once_and_the_others_are_read(
     ledger.close()
 
 
-def test_another_key_in_a_ledgers_directory_is_said_at_each_start(
+def test_another_key_in_a_ledgers_directory_is_reported_at_each_start(
     ledger: Ledger, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger.claim(A)

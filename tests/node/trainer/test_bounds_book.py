@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.noise_cases import H100, RTX, honest_4b
 from support.protocol_cases import BOUNDS, LEASE, PLAN, PROOFS, RUN, STRANGER, TRAINER, sealed
 

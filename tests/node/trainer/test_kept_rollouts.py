@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from support.kept_cases import WORKER, keeper, played
+from support.kept_cases import WORKER, keeper, make_group
 from support.protocol_cases import BRANCH, LEASE, SUBMISSION
 from support.swarm import Swarm
 from support.witness import Fakes, never_right
@@ -50,7 +50,11 @@ def test_a_step_keeps_its_batch_in_order_with_advantages_and_texts(
     tmp_path: Path, model_dir: Path
 ) -> None:
     kept = keeper(tmp_path, model_dir, share=1.0)
-    groups = [played([1.0, 0.0], first=4), played([0.5, 0.5], first=3), played([2.0, 0.0, 1.0])]
+    groups = [
+        make_group([1.0, 0.0], first=4),
+        make_group([0.5, 0.5], first=3),
+        make_group([2.0, 0.0, 1.0]),
+    ]
     batch = credit(groups, TrainingConfig())
     kept.write(kept.trained(9, groups, batch.samples), b"head")
     kept.close()
@@ -72,9 +76,9 @@ def test_an_episode_of_several_agents_is_made_again_of_its_rows(
     tmp_path: Path, model_dir: Path
 ) -> None:
     config = TrainingConfig(advantage="rae")
-    group = played([0.0, 0.5])
+    group = make_group([0.0, 0.5])
     for number, one in enumerate(group.rollouts):
-        one.branches.extend(played([0.0], first=number).rollouts[0].branches * 2)
+        one.branches.extend(make_group([0.0], first=number).rollouts[0].branches * 2)
         one.agents.extend([AgentShare("a", 1.0, 1), AgentShare("b", number - 1.0, 2)])
     baselines = {"counting": {"a": 0.25, "b": -0.5}}
     batch = credit([group], config, {}, baselines)
@@ -90,7 +94,7 @@ def test_an_episode_of_several_agents_is_made_again_of_its_rows(
 def test_supports_are_kept_and_a_batch_is_made_again_with_them(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    group = played([1.0, 0.0])
+    group = make_group([1.0, 0.0])
     for one in group.rollouts:
         one.branches[:] = [replace(branch, support=b"\1\0" + bytes(4)) for branch in one.branches]
     batch = credit([group], TrainingConfig())
@@ -105,7 +109,7 @@ def test_supports_are_kept_and_a_batch_is_made_again_with_them(
 def test_what_is_not_learned_from_is_kept_with_its_reason(tmp_path: Path, model_dir: Path) -> None:
     """Groups that grew stale, rejected rollouts, and those whose whole group was rejected but for one."""
     kept = keeper(tmp_path, model_dir, share=1.0)
-    kept.lost([played([1.0, 0.0])], "stale")
+    kept.lost([make_group([1.0, 0.0])], "stale")
     assert LEASE.group_size >= 2
     rollout = RolloutRecord((BRANCH,), 0.75, "")
     groups = tuple(
@@ -123,7 +127,7 @@ def test_what_is_not_learned_from_is_kept_with_its_reason(tmp_path: Path, model_
     rows = files(tmp_path).read(2)
     assert places(rows[:2]) == [(0, 0, "unused", "stale"), (0, 1, "unused", "stale")]
     assert places(rows[2:]) == [
-        (1, 0, "unused", "thin"),
+        (1, 0, "unused", "too_few"),
         *((1, index, "rejected", "bad_reward") for index in range(1, LEASE.group_size)),
     ]
     assert rows[3].detail == "claimed 1, recomputed 0"
@@ -164,7 +168,7 @@ def test_a_rejected_rollout_may_be_of_any_form(
 def test_what_is_rejected_is_bounded_in_bytes(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = played([1.0, 0.0])
+    group = make_group([1.0, 0.0])
     monkeypatch.setattr(kept_rollouts, "LOST_BYTES", 3 * 2 * 5 * 8)
     kept = keeper(tmp_path, model_dir, share=1.0)
     kept.lost([group] * 5, "stale")
@@ -177,7 +181,7 @@ def test_what_is_rejected_is_bounded_in_bytes(
 def test_a_share_takes_whole_groups_and_the_same_ones_again(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    groups = [played([1.0, 0.0], lease=lease) for lease in range(64)]
+    groups = [make_group([1.0, 0.0], lease=lease) for lease in range(64)]
     batch = credit(groups, TrainingConfig())
     found: list[set[int]] = []
     for name in ("a", "b"):

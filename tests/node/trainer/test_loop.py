@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.kept_cases import keeper
 from support.waiting import ended, until
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.counting_environment import CountingEnvironment, counting_task
 from support.lease_cases import granted, policy
 from support.protocol_cases import MIXED, RUN, refuses

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.offer_cases import MODEL, NOW, PART, TRAINER, World, key, node, opened, ranks
+from support.offer_cases import MODEL, NOW, PART, TRAINER, OfferNetwork, key, node, opened, ranks
 from support.protocol_cases import refuses
 
 from primerl.node.memory_plan.stages import CutModel
@@ -28,13 +28,13 @@ from primerl.protocol.pipelines import PipelinePlan, StageOffer
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    found = World(tmp_path)
+def world(tmp_path: Path) -> Iterator[OfferNetwork]:
+    found = OfferNetwork(tmp_path)
     yield found
     found.ledger.close()
 
 
-def test_a_node_that_offers_alone_is_told_to_come_again(world: World) -> None:
+def test_a_node_that_offers_alone_is_told_to_come_again(world: OfferNetwork) -> None:
     for _ in range(3):
         reply = world.offer(1)
         assert isinstance(reply, StageWait)
@@ -42,7 +42,7 @@ def test_a_node_that_offers_alone_is_told_to_come_again(world: World) -> None:
         world.later(20.0)
 
 
-def test_two_halves_make_a_pipeline_once_no_other_node_comes(world: World) -> None:
+def test_two_halves_make_a_pipeline_once_no_other_node_comes(world: OfferNetwork) -> None:
     assert isinstance(world.offer(1), StageWait)
     waiting = world.offer(2)
     assert isinstance(waiting, StageWait)
@@ -58,7 +58,7 @@ def test_two_halves_make_a_pipeline_once_no_other_node_comes(world: World) -> No
     assert (shape.hidden_size, shape.max_model_len) == (64, 256)
 
 
-def test_the_reply_names_the_other_stages_and_no_other_node(world: World) -> None:
+def test_the_reply_names_the_other_stages_and_no_other_node(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3)
     assert len(plan.stages) == 2
     spare = ({1, 2, 3} - set(ranks(plan))).pop()
@@ -69,7 +69,7 @@ def test_the_reply_names_the_other_stages_and_no_other_node(world: World) -> Non
     assert isinstance(world.offer(spare), StageWait)
 
 
-def test_a_node_that_has_not_measured_is_waited_for_but_not_for_ever(world: World) -> None:
+def test_a_node_that_has_not_measured_is_waited_for_but_not_for_ever(world: OfferNetwork) -> None:
     for number in (1, 2):
         world.offer(number, round_trips={})
     world.later(4.0)
@@ -80,13 +80,13 @@ def test_a_node_that_has_not_measured_is_waited_for_but_not_for_ever(world: Worl
     assert isinstance(world.offer(1, round_trips={}), StagePlanned)
 
 
-def test_what_operators_said_is_planned_at_once(world: World) -> None:
+def test_what_operators_said_is_planned_at_once(world: OfferNetwork) -> None:
     assert isinstance(world.offer(1, rank=1, world_size=2, round_trips={}), StageWait)
     plan = opened(world.offer(2, rank=0, world_size=2, round_trips={}))
     assert ranks(plan) == [2, 1]
 
 
-def test_only_equals_are_put_together(world: World) -> None:
+def test_only_equals_are_put_together(world: OfferNetwork) -> None:
     world.offer(1)
     world.offer(2, software="vllm 2")
     world.offer(3, name="home")
@@ -96,7 +96,7 @@ def test_only_equals_are_put_together(world: World) -> None:
     assert isinstance(world.offer(3, name="home"), StageWait)
 
 
-def test_a_spare_takes_the_place_of_a_lost_stage(world: World) -> None:
+def test_a_spare_takes_the_place_of_a_lost_stage(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3)
     head, lost = ranks(plan)
     spare = ({1, 2, 3} - {head, lost}).pop()
@@ -109,7 +109,9 @@ def test_a_spare_takes_the_place_of_a_lost_stage(world: World) -> None:
     assert opened(world.offer(spare)) == after
 
 
-def test_a_lost_stage_that_comes_back_is_given_another_place_after_a_while(world: World) -> None:
+def test_a_lost_stage_that_comes_back_is_given_another_place_after_a_while(
+    world: OfferNetwork,
+) -> None:
     plan = world.gather(1, 2, 3)
     head, lost = ranks(plan)
     spare = ({1, 2, 3} - {head, lost}).pop()
@@ -126,7 +128,7 @@ def test_a_lost_stage_that_comes_back_is_given_another_place_after_a_while(world
     assert ranks(opened(world.offer(head, of=after, lost=(spare,)))) == [head, lost]
 
 
-def test_without_a_spare_those_that_are_left_are_planned_anew(world: World) -> None:
+def test_without_a_spare_those_that_are_left_are_planned_anew(world: OfferNetwork) -> None:
     """Three hold it with more room each than two of them need."""
     plan = world.gather(1, 2, 3, world_size=0, memory=PART // 10 * 9)
     assert len(plan.stages) == 3
@@ -139,7 +141,7 @@ def test_without_a_spare_those_that_are_left_are_planned_anew(world: World) -> N
     assert (after.group, after.generation) == (plan.group, 1)
 
 
-def broken(world: World) -> tuple[PipelinePlan, int, int]:
+def broken(world: OfferNetwork) -> tuple[PipelinePlan, int, int]:
     """A pipeline of two whose stage 1 is gone, and its stage 0 has said so: (plan, stage 0, lost node)."""
     plan = world.gather(1, 2)
     head, lost = ranks(plan)
@@ -149,7 +151,7 @@ def broken(world: World) -> tuple[PipelinePlan, int, int]:
     return plan, head, lost
 
 
-def test_a_group_that_no_node_can_complete_goes_on_when_one_joins(world: World) -> None:
+def test_a_group_that_no_node_can_complete_goes_on_when_one_joins(world: OfferNetwork) -> None:
     plan, head, lost = broken(world)
     world.later(5.0)
     assert opened(world.offer(head, of=plan, lost=(lost,))) == plan
@@ -161,7 +163,7 @@ def test_a_group_that_no_node_can_complete_goes_on_when_one_joins(world: World) 
     assert isinstance(world.offer(lost), StageWait)
 
 
-def test_a_lost_stage_that_comes_back_finds_its_place_free(world: World) -> None:
+def test_a_lost_stage_that_comes_back_finds_its_place_free(world: OfferNetwork) -> None:
     plan, head, lost = broken(world)
     world.later(60.0)
     world.offer(head, of=plan, lost=(lost,))
@@ -169,7 +171,9 @@ def test_a_lost_stage_that_comes_back_finds_its_place_free(world: World) -> None
     assert world.coordinator.rows()[0].state == "planned"
 
 
-def test_a_place_is_not_kept_for_a_node_that_has_too_little_memory_by_now(world: World) -> None:
+def test_a_place_is_not_kept_for_a_node_that_has_too_little_memory_by_now(
+    world: OfferNetwork,
+) -> None:
     plan, head, lost = broken(world)
     world.offer(lost, 1000)
     assert world.coordinator.rows()[0].state == "waiting"
@@ -177,7 +181,7 @@ def test_a_place_is_not_kept_for_a_node_that_has_too_little_memory_by_now(world:
     assert plan.rank_of(node(lost)) == 1
 
 
-def test_those_that_are_left_do_not_wait_for_ever(world: World) -> None:
+def test_those_that_are_left_do_not_wait_for_ever(world: OfferNetwork) -> None:
     plan, head, _ = broken(world)
     for _ in range(int(WAIT_S / 10) + 1):
         world.later(10.0)
@@ -188,7 +192,7 @@ def test_those_that_are_left_do_not_wait_for_ever(world: World) -> None:
     assert (after.group, after.generation) == (plan.group, 1)
 
 
-def test_a_complaint_about_an_old_plan_changes_nothing(world: World) -> None:
+def test_a_complaint_about_an_old_plan_changes_nothing(world: OfferNetwork) -> None:
     plan = world.gather(1, 2)
     head, other = ranks(plan)
     after = opened(world.offer(head, of=plan, lost=(other,)))
@@ -196,7 +200,7 @@ def test_a_complaint_about_an_old_plan_changes_nothing(world: World) -> None:
     assert opened(world.offer(head, of=plan, lost=(other,))) == after
 
 
-def test_a_node_that_complains_about_all_others_is_let_go(world: World) -> None:
+def test_a_node_that_complains_about_all_others_is_let_go(world: OfferNetwork) -> None:
     """Those that it slanders still talk to us, and one complaint each is not held against them."""
     everybody = (1, 2, 3, 4)
     plan = world.gather(*everybody, world_size=3)
@@ -214,7 +218,7 @@ def test_a_node_that_complains_about_all_others_is_let_go(world: World) -> None:
     assert out[1] == slanderer
 
 
-def test_a_complaint_names_stages_of_ones_own_plan_only(world: World) -> None:
+def test_a_complaint_names_stages_of_ones_own_plan_only(world: OfferNetwork) -> None:
     plan = world.gather(1, 2)
     other = world.gather(3, 4, name="home")
     assert opened(world.offer(1, of=plan, lost=(3, 4, 9, 1))) == plan
@@ -222,7 +226,7 @@ def test_a_complaint_names_stages_of_ones_own_plan_only(world: World) -> None:
     assert world.plan(3, 4, name="home") == other
 
 
-def test_a_stage_that_says_goodbye_is_replaced_at_once(world: World) -> None:
+def test_a_stage_that_says_goodbye_is_replaced_at_once(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3)
     head, last = ranks(plan)
     spare = ({1, 2, 3} - {head, last}).pop()
@@ -232,7 +236,7 @@ def test_a_stage_that_says_goodbye_is_replaced_at_once(world: World) -> None:
     assert isinstance(world.offer(spare), StageWait)
 
 
-def test_a_stage_that_offers_less_than_it_holds_is_replaced(world: World) -> None:
+def test_a_stage_that_offers_less_than_it_holds_is_replaced(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3)
     head, last = ranks(plan)
     spare = ({1, 2, 3} - {head, last}).pop()
@@ -240,7 +244,7 @@ def test_a_stage_that_offers_less_than_it_holds_is_replaced(world: World) -> Non
     assert ranks(world.plan(head, spare)) == [head, spare]
 
 
-def test_a_liar_is_in_no_plan_ever_after(world: World) -> None:
+def test_a_liar_is_in_no_plan_ever_after(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3)
     head, liar = ranks(plan)
     spare = ({1, 2, 3} - {head, liar}).pop()
@@ -256,7 +260,7 @@ def test_a_liar_is_in_no_plan_ever_after(world: World) -> None:
     assert world.plan(head, spare) == after
 
 
-def test_a_node_that_is_banned_for_its_rollouts_is_in_no_plan(world: World) -> None:
+def test_a_node_that_is_banned_for_its_rollouts_is_in_no_plan(world: OfferNetwork) -> None:
     plan = world.gather(1, 2)
     head, last = ranks(plan)
     world.refused[node(last)] = "banned: false work"
@@ -268,7 +272,7 @@ def test_a_node_that_is_banned_for_its_rollouts_is_in_no_plan(world: World) -> N
     assert ranks(opened(world.offer(3))) == [head, 3]
 
 
-def test_a_trainer_that_restarts_gives_the_same_plan(world: World) -> None:
+def test_a_trainer_that_restarts_gives_the_same_plan(world: OfferNetwork) -> None:
     plan = world.gather(1, 2)
     world.restart()
     assert opened(world.offer(2, of=plan)) == plan
@@ -281,7 +285,7 @@ def test_a_trainer_that_restarts_gives_the_same_plan(world: World) -> None:
     assert after == (plan, plan)
 
 
-def test_a_plan_is_sealed_anew_before_it_runs_out(world: World) -> None:
+def test_a_plan_is_sealed_anew_before_it_runs_out(world: OfferNetwork) -> None:
     world.gather(1, 2)
 
     def expires() -> int:
@@ -299,7 +303,7 @@ def test_a_plan_is_sealed_anew_before_it_runs_out(world: World) -> None:
     assert expires() == NOW + world.away + PLAN_TTL_S
 
 
-def test_a_group_that_no_node_mentions_is_forgotten(world: World) -> None:
+def test_a_group_that_no_node_mentions_is_forgotten(world: OfferNetwork) -> None:
     world.gather(1, 2)
     world.later(GONE_S + 1)
     world.offer(5)
@@ -307,7 +311,7 @@ def test_a_group_that_no_node_mentions_is_forgotten(world: World) -> None:
     assert isinstance(world.offer(1), StageWait)
 
 
-def test_operators_see_every_group(world: World) -> None:
+def test_operators_see_every_group(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3)
     (row,) = world.coordinator.rows()
     assert row.layers == [f"{stage.first}-{stage.end - 1}" for stage in plan.stages]
@@ -321,14 +325,14 @@ def test_operators_see_every_group(world: World) -> None:
 # -- attacks ---------------------------------------------------------------------------------------
 
 
-def test_a_node_that_hides_its_address_is_no_stage(world: World) -> None:
+def test_a_node_that_hides_its_address_is_no_stage(world: OfferNetwork) -> None:
     with refuses(Reason.NOT_ADMITTED):
         world.offer(1, shared=False)
     assert isinstance(world.offer(1), StageWait)
 
 
 def test_an_offer_for_a_model_that_is_not_cut_is_refused(tmp_path: Path) -> None:
-    world = World(tmp_path, None)
+    world = OfferNetwork(tmp_path, None)
     with refuses(Reason.NOT_FOUND):
         world.offer(1)
     world.model = CutModel(replace(MODEL.shape, layers=1), MODEL.terms)
@@ -338,7 +342,9 @@ def test_an_offer_for_a_model_that_is_not_cut_is_refused(tmp_path: Path) -> None
     world.ledger.close()
 
 
-def test_an_offer_of_an_engine_without_stages_is_refused_with_what_to_do(world: World) -> None:
+def test_an_offer_of_an_engine_without_stages_is_refused_with_what_to_do(
+    world: OfferNetwork,
+) -> None:
     """Nodes of older releases offer `hf`."""
     with pytest.raises(RemoteProtocolError, match=r"set engine\.type to vllm") as refusal:
         world.offer(1, engine="hf", software="primerl 0.1.0")
@@ -346,7 +352,7 @@ def test_an_offer_of_an_engine_without_stages_is_refused_with_what_to_do(world: 
     assert isinstance(world.offer(1), StageWait)
 
 
-def test_nobody_may_offer_without_end(world: World) -> None:
+def test_nobody_may_offer_without_end(world: OfferNetwork) -> None:
     for _ in range(PEER_BURST):
         world.offer(1)
     with refuses(Reason.RATE_LIMITED):
@@ -356,7 +362,7 @@ def test_nobody_may_offer_without_end(world: World) -> None:
     world.offer(1)
 
 
-def test_the_number_of_offers_is_limited(world: World) -> None:
+def test_the_number_of_offers_is_limited(world: OfferNetwork) -> None:
     world.know(1)
     row = world.peers.get(node(1))
     for number in range(MAX_OFFERS):
@@ -370,7 +376,7 @@ def test_the_number_of_offers_is_limited(world: World) -> None:
     world.offer(2)
 
 
-def test_memory_that_nobody_has_costs_its_group_only_time(world: World) -> None:
+def test_memory_that_nobody_has_costs_its_group_only_time(world: OfferNetwork) -> None:
     """A boaster is planned once, found out, and benched for longer each time."""
     world.gather(1, 7, memory=PART)
     world.coordinator.left(node(1))
@@ -384,14 +390,16 @@ def test_memory_that_nobody_has_costs_its_group_only_time(world: World) -> None:
     assert isinstance(world.offer(boaster, 2**49), StageWait)
 
 
-def test_a_key_is_in_one_plan_only(world: World) -> None:
+def test_a_key_is_in_one_plan_only(world: OfferNetwork) -> None:
     plan = world.gather(1, 2)
     assert key(1).node_id in {stage.node for stage in plan.stages}
     world.offer(1, name="other")  # says another name now: it is still in its plan
     assert len(world.coordinator.rows()) == 1
 
 
-def test_offers_that_change_all_the_time_do_not_keep_the_trainer_planning(world: World) -> None:
+def test_offers_that_change_all_the_time_do_not_keep_the_trainer_planning(
+    world: OfferNetwork,
+) -> None:
     for number in (1, 2):
         world.offer(number, rank=number - 1, world_size=2, memory=10)
     for size in range(2 * MAKE_BURST):

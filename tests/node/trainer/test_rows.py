@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.lease_cases import policy
 from support.protocol_cases import MIXED, refuses
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.kept_cases import keeper
 from support.lease_cases import policy
 from support.protocol_cases import LEASE, MIXED, MIXED_LEASE, PROOFS, RUN

@@ -54,7 +54,7 @@ def test_a_loss_of_its_own_decides_what_of_an_environment_is_trained() -> None:
     own = {"other": training(loss={"type": "reverse_kl"})}
     batch = credit([flat, other], training(), own)
     assert [one.environment for one in batch.samples] == ["other", "other"]
-    assert (batch.groups, batch.pruned, batch.flat) == (1, 1, 2)
+    assert (batch.groups, batch.filtered, batch.zero_advantage) == (1, 1, 2)
 
 
 def test_grpo_is_the_distance_from_the_group_mean() -> None:
@@ -92,7 +92,7 @@ def test_groups_of_equal_rewards_count_in_the_standard_deviation_of_the_batch(pr
     std = math.sqrt(2 * 0.5**2 / 4) + 1e-4  # of 0, 0, 0, 0.5, -0.5
     found = [one.advantage for one in batch.samples]
     assert found == pytest.approx([*([] if pruned else [0.0] * 3), 0.5 / std, -0.5 / std])
-    assert (batch.groups, batch.pruned) == ((1, 1) if pruned else (2, 0))
+    assert (batch.groups, batch.filtered) == ((1, 1) if pruned else (2, 0))
 
 
 def test_reinforce_plus_plus_leaves_groups_without_signal_at_nothing() -> None:
@@ -109,7 +109,7 @@ def test_each_environment_has_its_own_advantage_in_a_batch_of_groups_of_differen
     own = {"e": training("rloo"), "other": training("max_rl")}
     batch = credit([small, large], training(), own)
     assert [one.advantage for one in batch.samples] == pytest.approx([1, -1, 3, -1, -1, -1])
-    assert (batch.groups, batch.thin) == (2, 0)
+    assert (batch.groups, batch.too_few) == (2, 0)
 
 
 def test_only_the_groups_that_ask_for_it_are_divided_by_the_standard_deviation_of_the_batch() -> (
@@ -173,12 +173,12 @@ def test_right_answers_alone_have_signal_by_their_length() -> None:
     groups = [mixed([1.0, 1.0], [2, 4]), mixed([1.0, 1.0], [3, 3])]
     batch = credit(groups, training("grpo_length", length_penalty=OUTPUT_ONLY))
     assert [sample.advantage for sample in batch.samples] == pytest.approx([0.0625, -0.0625])
-    assert (batch.groups, batch.pruned) == (1, 1)
+    assert (batch.groups, batch.filtered) == (1, 1)
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 0.0], [-1.0, -1.0]])
 def test_a_failure_earns_nothing_by_its_length(rewards: list[float]) -> None:
-    assert credit([mixed(rewards, [2, 9])], training("grpo_length")).pruned == 1
+    assert credit([mixed(rewards, [2, 9])], training("grpo_length")).filtered == 1
 
 
 def test_a_length_penalty_of_nothing_is_grpo() -> None:
@@ -221,7 +221,7 @@ def test_advantages_of_a_group_add_up_to_nothing_and_rank_as_rewards_do(kind: st
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_without_signal_are_pruned_and_counted(kind: str) -> None:
     batch = credit([group([1, 1, 1]), group([0, 0]), group([0, 1])], training(kind))
-    assert (batch.groups, batch.pruned, batch.thin, batch.flat) == (1, 2, 0, 2)
+    assert (batch.groups, batch.filtered, batch.too_few, batch.zero_advantage) == (1, 2, 0, 2)
     assert len(batch.samples) == 2
 
 
@@ -229,7 +229,7 @@ def test_groups_without_signal_are_pruned_and_counted(kind: str) -> None:
 def test_groups_without_signal_may_be_kept_and_are_counted_still(kind: str) -> None:
     groups = [group([0.1] * 3), group([0, 1]), group([1.0])]
     batch = credit(groups, training(kind, filter_zero_advantages=False))
-    assert (batch.groups, batch.pruned, batch.thin, batch.flat) == (2, 0, 1, 1)
+    assert (batch.groups, batch.filtered, batch.too_few, batch.zero_advantage) == (2, 0, 1, 1)
     assert [sample.advantage for sample in batch.samples[:3]] == [0.0] * 3
 
 
@@ -237,11 +237,11 @@ def test_groups_without_signal_may_be_kept_and_are_counted_still(kind: str) -> N
 def test_a_loss_that_reads_no_advantage_keeps_every_group(loss: str) -> None:
     config = training(loss=LossConfig.model_validate({"type": loss}))
     batch = credit([group([1, 1]), group([0, 1])], config)
-    assert (batch.groups, batch.pruned, batch.flat) == (2, 0, 1)
+    assert (batch.groups, batch.filtered, batch.zero_advantage) == (2, 0, 1)
 
 
 def test_equal_rewards_that_do_not_add_up_exactly_are_no_signal() -> None:
-    assert credit([group([0.1] * 3)], training("grpo_std")).pruned == 1
+    assert credit([group([0.1] * 3)], training("grpo_std")).filtered == 1
 
 
 def test_survivors_of_a_group_are_compared_with_each_other() -> None:
@@ -262,7 +262,7 @@ def test_an_absurd_reward_is_left_out_of_its_group(kind: str, reward: float) -> 
 
 def test_a_lone_survivor_teaches_nothing() -> None:
     batch = credit([group([1.0, math.inf])], training())
-    assert (batch.samples, batch.thin) == ([], 1)
+    assert (batch.samples, batch.too_few) == ([], 1)
 
 
 def test_all_branches_of_a_rollout_share_its_advantage() -> None:
@@ -304,7 +304,7 @@ def test_echo_learns_the_environments_tokens_of_every_group() -> None:
     assert [one.mask for one in batch.samples[1:3]] == [[False, True, False, True], [False] * 4]
     assert all(one.echo == [False, False, True, False] for one in batch.samples)
     # a group without signal whose environment said nothing is left out as ever
-    assert (batch.groups, batch.pruned, batch.flat) == (2, 1, 2)
+    assert (batch.groups, batch.filtered, batch.zero_advantage) == (2, 1, 2)
 
 
 def test_without_echo_nothing_of_the_environment_is_trained() -> None:
@@ -418,7 +418,7 @@ def test_every_other_advantage_compares_an_agent_with_itself_alone(kind: str) ->
 def test_rewards_that_only_differ_between_agents_are_no_signal() -> None:
     flat = episodes([("a", 1.0), ("b", -1.0)], [("a", 1.0), ("b", -1.0)])
     assert has_equal_rewards(flat, training())
-    assert credit([flat], training()).flat == 1
+    assert credit([flat], training()).zero_advantage == 1
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -1e300])

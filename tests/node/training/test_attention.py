@@ -27,7 +27,7 @@ ONE_BY_ONE = [40, 1, 2, 1]
 """The first is read padded to one width, the second sequence by sequence: see LOOSE."""
 
 
-def drawn(tokens: int, seed: int = 0) -> list[Tensor]:
+def random_heads(tokens: int, seed: int = 0) -> list[Tensor]:
     """Queries, keys and values as a model makes them: [1, heads, T, width]."""
     rng = torch.Generator().manual_seed(seed)
     shapes = [(1, heads, tokens, WIDTH) for heads in (HEADS, KEYS, KEYS)]
@@ -89,7 +89,7 @@ def gradients(how: Any, parts: list[Tensor], lengths: list[int], **rules: Any) -
 @given(lengths=LENGTHS)
 @settings(max_examples=40, deadline=None)
 def test_packed_attention_is_that_of_each_sequence_alone(lengths: list[int]) -> None:
-    parts = drawn(sum(lengths))
+    parts = random_heads(sum(lengths))
     packed, apart = gradients(mixed, parts, lengths), gradients(alone, parts, lengths)
     assert len(packed) == len(apart) == 4
     for one, other in zip(packed, apart, strict=True):
@@ -98,7 +98,7 @@ def test_packed_attention_is_that_of_each_sequence_alone(lengths: list[int]) -> 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [64], [1, 30, 1], ONE_BY_ONE, PADDED])
 def test_layouts_at_the_edges_are_read_right(lengths: list[int]) -> None:
-    parts = drawn(sum(lengths))
+    parts = random_heads(sum(lengths))
     assert torch.allclose(mixed(parts, lengths), alone(parts, lengths), atol=1e-12)
 
 
@@ -116,7 +116,9 @@ RULES: dict[str, dict[str, Any]] = {
 def test_windows_caps_and_sinks_are_those_of_the_definition(
     name: str, sinks: bool, lengths: list[int]
 ) -> None:
-    parts = drawn(sum(lengths), 4) + ([torch.linspace(-1, 2, HEADS).double()] if sinks else [])
+    parts = random_heads(sum(lengths), 4) + (
+        [torch.linspace(-1, 2, HEADS).double()] if sinks else []
+    )
     packed = gradients(mixed, parts, lengths, **RULES[name])
     apart = gradients(alone, parts, lengths, **RULES[name])
     assert len(packed) == len(apart) == len(parts) + 1
@@ -125,7 +127,7 @@ def test_windows_caps_and_sinks_are_those_of_the_definition(
 
 
 def test_a_token_outside_its_window_is_not_seen() -> None:
-    parts = drawn(9)
+    parts = random_heads(9)
     changed = [one.clone() for one in parts]
     for one in changed:
         one[:, :, :4] = 5.0
@@ -172,7 +174,7 @@ def test_kernels_that_know_no_sinks_are_right_with_what_they_are_given() -> None
 @pytest.mark.parametrize("name", ["none", *RULES])
 def test_what_kernels_are_compared_with_is_the_definition(name: str, lengths: list[int]) -> None:
     rules = RULES.get(name, {})
-    parts = drawn(sum(lengths), 6)
+    parts = random_heads(sum(lengths), 6)
     out, *wanted = gradients(alone, parts, lengths, **rules)
     q, k, v = (one[0].transpose(0, 1).float() for one in parts)
     layout = Layout.of(lengths, CPU)
@@ -220,7 +222,7 @@ def test_flash_attention_4_is_taken_only_if_it_agrees(
 @given(lengths=LENGTHS)
 @settings(max_examples=20, deadline=None)
 def test_both_forms_on_a_cpu_give_the_same(lengths: list[int]) -> None:
-    parts = drawn(sum(lengths), 3)
+    parts = random_heads(sum(lengths), 3)
     found: list[list[Tensor]] = []
     with pytest.MonkeyPatch.context() as patched:
         for loose in (0.0, float("inf")):
@@ -236,7 +238,7 @@ def test_nothing_of_a_sequence_reaches_another_one_not_a_bit(
     lengths: list[int], attacked: int
 ) -> None:
     """Not even where the attacker's numbers are as large as can be."""
-    parts = drawn(sum(lengths), 1)
+    parts = random_heads(sum(lengths), 1)
     start = sum(lengths[:attacked])
     own = slice(start, start + lengths[attacked])
     hostile = [one.clone() for one in parts]
@@ -253,7 +255,7 @@ def test_nothing_of_a_sequence_reaches_another_one_not_a_bit(
 
 
 def test_the_future_does_not_reach_the_past() -> None:
-    parts = drawn(9)
+    parts = random_heads(9)
     changed = [one.clone() for one in parts]
     for one in changed:
         one[:, :, 6:] = 5.0

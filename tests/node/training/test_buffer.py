@@ -92,7 +92,7 @@ def test_an_old_trained_version_cannot_make_a_stale_group_fresh() -> None:
 
 
 def test_a_lone_rollout_is_refused_for_it_can_be_compared_with_nothing() -> None:
-    assert buffer().add(group([1.0]), 0) == "thin"
+    assert buffer().add(group([1.0]), 0) == "too_few"
 
 
 def test_a_full_buffer_refuses_instead_of_dropping() -> None:

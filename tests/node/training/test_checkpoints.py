@@ -201,7 +201,9 @@ async def test_one_checkpoint_is_written_at_a_time(tmp_path: Path) -> None:
     await checkpoints.finish()
 
 
-async def test_a_failure_in_the_background_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_failure_in_the_background_is_raised_once_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=2)
     backend = await staging(tmp_path)
     backend.fails = True

@@ -55,7 +55,7 @@ def test_the_same_seed_draws_the_same_tasks_and_another_seed_others() -> None:
     assert draws(pools(50), 40)[30:] == draws(pools(50), 10, first=30)
 
 
-def test_tasks_are_drawn_in_proportion_to_the_weights_of_their_pools() -> None:
+def test_tasks_are_sampled_in_proportion_to_the_weights_of_their_pools() -> None:
     """Unseen 1, hard 0.5, normal 2, easy 0: the closed form is weight / sum of weights."""
     subject = pools(4)
     for task, rewards in enumerate([[0.0, 0.5], [1.0, 0.0], [1.0, 1.0]]):
@@ -89,13 +89,13 @@ def test_a_tasks_newest_group_counts() -> None:
     assert subject.rewards == {1: 0.0}
 
 
-def test_a_task_that_is_out_is_not_drawn_again() -> None:
+def test_a_task_on_lease_is_not_leased_again() -> None:
     subject = pools(4)
     assert {subject.draw(number, {0, 2, 900}) for number in range(50)} == {1, 3}
     assert subject.draw(0, {0, 1, 2, 3}) is None
 
 
-def test_when_all_tasks_have_no_weight_none_is_drawn() -> None:
+def test_when_all_tasks_have_no_weight_none_is_sampled() -> None:
     subject = pools(2)
     for task in (0, 1):
         assert not subject.exhausted
@@ -129,7 +129,7 @@ def book_of(subject: Curriculum, **changes: int) -> LeaseBook:
     return LeaseBook(policy(**changes), tasks=[TaskQueue(draw=subject.draw)])
 
 
-def test_leases_name_the_drawn_tasks_and_none_twice_at_a_time() -> None:
+def test_leases_name_the_sampled_tasks_and_none_twice_at_a_time() -> None:
     book = book_of(pools(9))
     first, second, third = granted(book, A), granted(book, A), granted(book, B)
     assert sorted(indices(first) + indices(second) + indices(third)) == list(range(9))
@@ -153,7 +153,7 @@ def test_a_lease_is_smaller_where_fewer_tasks_are_left_and_none_is_empty() -> No
     assert book.tasks[0].next_task == 4
 
 
-def test_tasks_of_an_expired_lease_go_out_before_drawn_ones() -> None:
+def test_tasks_of_an_expired_lease_go_out_before_new_ones() -> None:
     book = book_of(pools(30))
     lost = granted(book, A)
     coming = book.upcoming(0, 2)

@@ -112,7 +112,7 @@ def test_a_change_below_the_rounding_is_none_and_a_sign_of_zero_is_one() -> None
     assert found.state["w"].data.tolist() == [0x3F80, 0x8000]
 
 
-def test_few_changes_are_told_by_position_and_many_as_all_of_it() -> None:
+def test_few_changes_are_exported_by_position_and_many_as_a_whole_tensor() -> None:
     named = {"w": torch.zeros(1000)}
     exporter = PolicyExporter(ALONE, threads=1, chunk=500)
     exporter.snapshot(named)

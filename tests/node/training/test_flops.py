@@ -96,7 +96,7 @@ def test_an_embedding_that_is_not_the_head_costs_nothing() -> None:
     assert cost_of(config, SMALL + table) == cost_of(qwen3(), SMALL)
 
 
-def test_a_width_of_heads_that_is_not_said_is_their_share_of_the_model() -> None:
+def test_a_missing_head_dim_is_derived_from_the_model_width() -> None:
     config = SimpleNamespace(
         hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=10, head_dim=None
     )

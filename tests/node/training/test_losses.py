@@ -223,7 +223,7 @@ def test_a_rank_without_tokens_adds_nothing_and_can_go_backward(case: Case) -> N
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "ce"])
-def test_a_distilled_token_is_told_nothing_by_its_advantage(kind: str) -> None:
+def test_a_distilled_token_is_not_weighted_by_its_advantage(kind: str) -> None:
     config = LossConfig.model_validate({"type": kind})
     assert not config.reads_advantages
     rows = [(0.3, 0.25, 1.0)]

@@ -137,7 +137,7 @@ def test_a_step_of_a_gradient_that_is_not_finite_changes_nothing() -> None:
         assert same(before, {**mine, **ours.moments()}) is not finite
 
 
-def test_torch_s_fused_adamw_changes_nothing_where_it_is_told_of_infinities() -> None:
+def test_torch_s_fused_adamw_changes_nothing_where_it_gets_infinities() -> None:
     """As on a GPU, where no test of this suite runs: the kernel reads it, and the host need not wait."""
     mine = nn.Parameter(torch.ones(3))
     theirs: Any = torch.optim.AdamW([mine], lr=0.1, fused=True)

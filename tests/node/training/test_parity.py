@@ -56,7 +56,7 @@ def change(directory: Path, config: dict[str, Any], **tensors: torch.Tensor) -> 
         (LLAMA, 0),
     ],
 )
-def test_keys_that_transformers_does_not_read_are_said_in_one_line_and_change_no_bit(
+def test_keys_that_transformers_does_not_read_are_listed_in_one_line_and_change_no_bit(
     config: dict[str, Any], ignored: int, tmp_path: Path
 ) -> None:
     keys = keys_without_effect(config)

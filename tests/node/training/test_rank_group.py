@@ -81,7 +81,7 @@ def test_without_a_rank_to_blame_the_error_has_the_last_lines() -> None:
     assert "No module named torch" in blamed("python: No module named torch")
 
 
-def test_torchruns_own_traceback_is_not_told() -> None:
+def test_torchruns_own_traceback_is_left_out() -> None:
     assert "ChildFailedError" not in blamed(failed(EXIT_LOST, 0, 70), "ChildFailedError: rank 0")
 
 

@@ -231,7 +231,7 @@ def every_job(ranks: RankChannel, place: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Found:
+class Results:
     """What one process and what two ranks made of each other's checkpoints."""
 
     place: Path
@@ -241,7 +241,7 @@ class Found:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     place = tmp_path_factory.mktemp("ranks")
     before = torch.get_rng_state()
     alone = train_and_save(ALONE, place / "alone")
@@ -251,7 +251,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     learner.save(place / "learner alone")
     learned = digest_of(learner), figures_of(learner, range(3, 6))
     torch.set_rng_state(before)
-    return Found(place, alone, learned, on_ranks(2, place, every_job))
+    return Results(place, alone, learned, on_ranks(2, place, every_job))
 
 
 def assert_goes_on(written: Any, read: Any) -> None:
@@ -262,38 +262,38 @@ def assert_goes_on(written: Any, read: Any) -> None:
         assert read[2][name] == pytest.approx(values, rel=1e-5, abs=1e-7)
 
 
-def test_two_ranks_go_on_exactly_where_two_ranks_stopped(found: Found) -> None:
-    for one in found.ranks:
+def test_two_ranks_go_on_exactly_where_two_ranks_stopped(results: Results) -> None:
+    for one in results.ranks:
         assert one["both read by both"] == one["both"]
-    draws = [one["both"][1] for one in found.ranks]
+    draws = [one["both"][1] for one in results.ranks]
     assert draws[0] != draws[1]  # each rank has its own random numbers
 
 
-def test_two_ranks_read_what_one_process_wrote(found: Found) -> None:
-    for one in found.ranks:
-        assert_goes_on(found.alone, one["alone read by both"])
-    assert found.ranks[0]["alone read by both"][1] == found.alone[1]
+def test_two_ranks_read_what_one_process_wrote(results: Results) -> None:
+    for one in results.ranks:
+        assert_goes_on(results.alone, one["alone read by both"])
+    assert results.ranks[0]["alone read by both"][1] == results.alone[1]
 
 
-def test_one_process_reads_what_two_ranks_wrote(found: Found) -> None:
+def test_one_process_reads_what_two_ranks_wrote(results: Results) -> None:
     before = torch.get_rng_state()
-    read = load_and_train(ALONE, found.place / "both")
+    read = load_and_train(ALONE, results.place / "both")
     torch.set_rng_state(before)
-    assert_goes_on(found.ranks[0]["both"], read)
-    assert read[1] == found.ranks[0]["both"][1]
+    assert_goes_on(results.ranks[0]["both"], read)
+    assert read[1] == results.ranks[0]["both"][1]
 
 
-def test_copies_of_a_sharded_model_are_written_once(found: Found) -> None:
-    sizes = [file.stat().st_size for file in (found.place / "copies").glob("*.safetensors")]
-    once = sum(file.stat().st_size for file in (found.place / "both").glob("*.safetensors"))
+def test_copies_of_a_sharded_model_are_written_once(results: Results) -> None:
+    sizes = [file.stat().st_size for file in (results.place / "copies").glob("*.safetensors")]
+    once = sum(file.stat().st_size for file in (results.place / "both").glob("*.safetensors"))
     assert sum(sizes) <= once
     trainer = Trainer(ALONE)
-    trainer.load(found.place / "copies")
-    assert [one["copies"] for one in found.ranks] == [trainer.everything()] * 2
+    trainer.load(results.place / "copies")
+    assert [one["copies"] for one in results.ranks] == [trainer.everything()] * 2
 
 
-def test_what_fails_on_one_rank_fails_on_all_and_none_hangs(found: Found) -> None:
-    (first, unharmed), (second, unharmed_too) = (one["failures"] for one in found.ranks)
+def test_what_fails_on_one_rank_fails_on_all_and_none_hangs(results: Results) -> None:
+    (first, unharmed), (second, unharmed_too) = (one["failures"] for one in results.ranks)
     assert unharmed
     assert unharmed_too
     assert "savedx" in first[0]
@@ -304,15 +304,15 @@ def test_what_fails_on_one_rank_fails_on_all_and_none_hangs(found: Found) -> Non
     assert second[2].startswith("rank 0:")
 
 
-def test_a_learner_goes_on_in_another_world_and_comes_back(found: Found) -> None:
-    for one in found.ranks:
+def test_a_learner_goes_on_in_another_world_and_comes_back(results: Results) -> None:
+    for one in results.ranks:
         loaded, saved, figures = one["learner"]
-        assert loaded == found.learner[0]
-        for ours, theirs in zip(figures, found.learner[1], strict=True):
+        assert loaded == results.learner[0]
+        for ours, theirs in zip(figures, results.learner[1], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
         before = torch.get_rng_state()
-        alone = learner_of(found.place / "model", ALONE)
-        alone.load(found.place / "learner both")
+        alone = learner_of(results.place / "model", ALONE)
+        alone.load(results.place / "learner both")
         assert digest_of(alone) == saved
         assert alone.step_done == 4
         (last,) = figures_of(alone, range(5, 6))

@@ -122,7 +122,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_first_rank_and_the_nex
         assert cases.same(found.state, huggingface.policy_state(model))
 
 
-def test_ranks_that_do_not_fit_together_are_told_so_on_all_of_them(folder: Path) -> None:
+def test_ranks_that_do_not_fit_together_fail_on_all_of_them(folder: Path) -> None:
     for rank in range(ranks.RANKS):
         said = json.loads((folder / f"said-{rank}.json").read_text())
         assert said["differ"].startswith("EngineError: the ranks export different tensors")

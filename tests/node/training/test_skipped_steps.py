@@ -49,7 +49,7 @@ def test_a_row_of_skipped_steps_ends_a_run_and_a_single_one_does_not(tmp_path: P
     assert "lower training.lr or training.max_norm" in str(failure)
 
 
-def test_the_first_skipped_step_of_a_row_is_told_with_what_to_do(
+def test_the_first_skipped_step_of_a_row_is_reported_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted = skips(tmp_path)

@@ -26,7 +26,7 @@ ASKED = [
 
 
 @pytest.fixture(scope="module")
-def drawn(model_dir: Path) -> list[Completion]:
+def completions(model_dir: Path) -> list[Completion]:
     async def draw() -> list[Completion]:
         engine = HfEngine(FP32)
         await engine.start(model_dir)
@@ -39,7 +39,7 @@ def drawn(model_dir: Path) -> list[Completion]:
     return asyncio.run(draw())
 
 
-def samples(drawn: list[Completion], *, supported: bool = True) -> list[Sample]:
+def samples(completions: list[Completion], *, supported: bool = True) -> list[Sample]:
     return [
         Sample(
             [*asked.prompt, *reply.token_ids],
@@ -48,7 +48,7 @@ def samples(drawn: list[Completion], *, supported: bool = True) -> list[Sample]:
             (-1.0) ** asked.seed,
             support=reply.support if supported else b"",
         )
-        for asked, reply in zip(ASKED, drawn, strict=True)
+        for asked, reply in zip(ASKED, completions, strict=True)
     ]
 
 
@@ -63,23 +63,23 @@ def trained(model_dir: Path, some: list[Sample]) -> dict[str, float]:
 
 
 def test_the_first_step_after_a_truncated_draw_has_ratios_of_1(
-    model_dir: Path, drawn: list[Completion]
+    model_dir: Path, completions: list[Completion]
 ) -> None:
-    over = trained(model_dir, samples(drawn))
+    over = trained(model_dir, samples(completions))
     assert over["importance_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
     assert over["mismatch_kl/all/mean"] < 1e-6
     assert over["samples/malformed"] == 0
     # the sampler's logprobs over its supports, the trainer's over all tokens
-    mixed = trained(model_dir, samples(drawn, supported=False))
+    mixed = trained(model_dir, samples(completions, supported=False))
     assert mixed["mismatch_kl/all/mean"] > 0.01
     assert mixed["importance_ratio/mean"] < 0.9
 
 
 def test_only_tokens_of_a_support_are_pushed_and_pulled(
-    model_dir: Path, drawn: list[Completion]
+    model_dir: Path, completions: list[Completion]
 ) -> None:
     """A token that was left alone teaches nothing: whatever its advantage, its probability stays 1."""
-    alone = samples(drawn)
+    alone = samples(completions)
     for one in alone:
         tokens = sum(one.mask)
         one.logprobs[-tokens:] = [0.0] * tokens
@@ -87,17 +87,17 @@ def test_only_tokens_of_a_support_are_pushed_and_pulled(
     figures = trained(model_dir, single)
     assert figures["optim/grad_norm"] == 0.0
     assert figures["importance_ratio/mean"] == 1.0
-    assert trained(model_dir, samples(drawn))["optim/grad_norm"] > 0.0
+    assert trained(model_dir, samples(completions))["optim/grad_norm"] > 0.0
 
 
-def test_a_row_has_the_supports_of_its_sampled_tokens_alone(drawn: list[Completion]) -> None:
+def test_a_row_has_the_supports_of_its_sampled_tokens_alone(completions: list[Completion]) -> None:
     """Beside samples without any, and tokens of the environment that are trained, too."""
-    [one, other, *_] = samples(drawn)
+    [one, other, *_] = samples(completions)
     echo = [False] * 2 + [True] * 2 + [False] * (len(one.token_ids) - 4)
     bare = replace(other, support=b"", mask=[False] * 8 + [True] * (len(other.mask) - 8))
     [row] = pack([replace(one, echo=echo), bare], 64).rank(0)
     assert row.support is not None
-    stated = unpack_support(one.support, drawn[0].token_ids)
+    stated = unpack_support(one.support, completions[0].token_ids)
     own = row.support[(row.sequences == row.sequences[row.echo][0]) & ~row.echo]
     assert np.array_equal(own[:, : stated.shape[1]], stated)
     assert (row.support[row.echo] == -1).all()
@@ -113,9 +113,9 @@ def test_a_row_has_the_supports_of_its_sampled_tokens_alone(drawn: list[Completi
     "support", [b"\1", bytes(3), bytes([1] + [0] * 11) + b"\xff\xff\0\0", bytes(13)]
 )
 def test_a_sample_whose_supports_do_not_fit_is_left_out(
-    model_dir: Path, drawn: list[Completion], support: bytes
+    model_dir: Path, completions: list[Completion], support: bytes
 ) -> None:
-    some = samples(drawn)
+    some = samples(completions)
     some[0] = replace(some[0], support=support)
     assert trained(model_dir, some)["samples/malformed"] == 1
 

@@ -186,7 +186,7 @@ def refused(model_dir: Path, update: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class Results:
     """What a rank alone found, by the kind of model, and what each of two found."""
 
     alone: dict[str, Any]
@@ -194,7 +194,7 @@ class Found:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     place = tmp_path_factory.mktemp("ranks")
     huggingface.create(place / "dense", DENSE, 7)
     huggingface.create(place / "experts", EXPERTS, 7)
@@ -207,14 +207,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     }
     mine["taught"] = taught(place, alone)
     torch.set_rng_state(before)
-    return Found(mine, ranks.on_ranks(2, on_two_ranks, place))
+    return Results(mine, ranks.on_ranks(2, on_two_ranks, place))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_learn_what_one_does(found: Found, case: str) -> None:
-    wanted = found.alone[case.partition("-")[0]]
-    for one in found.ranks:
+def test_two_ranks_learn_what_one_does(results: Results, case: str) -> None:
+    wanted = results.alone[case.partition("-")[0]]
+    for one in results.ranks:
         mine = one[case]
         assert mine["skipped"] == [0.0] * STEPS
         for got, had in zip(mine["figures"], wanted["figures"], strict=True):
@@ -225,34 +225,34 @@ def test_two_ranks_learn_what_one_does(found: Found, case: str) -> None:
         assert mine["packed"] == pytest.approx(wanted["packed"], rel=1e-5)
         for got, had in zip(mine.get("logprobs", []), wanted["logprobs"], strict=False):
             assert got == pytest.approx(had, abs=1e-5)
-    assert found.ranks[0][case] == found.ranks[1][case]  # the same figures on every rank
+    assert results.ranks[0][case] == results.ranks[1][case]  # the same figures on every rank
 
 
 @pytest.mark.slow
-def test_two_ranks_read_hints_and_demonstrations_as_one_does(found: Found) -> None:
-    for one in found.ranks:
-        for got, had in zip(one["taught"], found.alone["taught"], strict=True):
+def test_two_ranks_read_hints_and_demonstrations_as_one_does(results: Results) -> None:
+    for one in results.ranks:
+        for got, had in zip(one["taught"], results.alone["taught"], strict=True):
             assert got == pytest.approx(had, rel=1e-5, abs=1e-5)
             assert had["sft_loss/tokens"] > 0
 
 
 @pytest.mark.slow
-def test_the_experts_tokens_of_all_ranks_are_counted(found: Found) -> None:
-    wanted = found.alone["experts"]["load"]
+def test_the_experts_tokens_of_all_ranks_are_counted(results: Results) -> None:
+    wanted = results.alone["experts"]["load"]
     assert [len(one) for one in wanted] == [6] * STEPS
-    for one in found.ranks:
+    for one in results.ranks:
         got = one["experts-sharded"]["load"]
         for step in (0, 2):  # in step 1 a rank reads padding, and that is counted
             assert got[step] == pytest.approx(wanted[step], rel=1e-6)
-    assert found.ranks[0]["dense-sharded"]["load"] == [{}] * STEPS
+    assert results.ranks[0]["dense-sharded"]["load"] == [{}] * STEPS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
 def test_experts_that_were_shared_out_are_saved_and_published_as_any_others(
-    found: Found, turn: int
+    results: Results, turn: int
 ) -> None:
-    for rank, one in enumerate(found.ranks):
+    for rank, one in enumerate(results.ranks):
         (state, done), went_on, (loaded, also_done), goes_on = one["handed over"][turn]
         assert done == also_done == 1
         assert state == loaded
@@ -261,8 +261,8 @@ def test_experts_that_were_shared_out_are_saved_and_published_as_any_others(
 
 
 @pytest.mark.slow
-def test_what_ranks_tell_each_other_is_added_up_and_compared(found: Found) -> None:
-    for rank, one in enumerate(found.ranks):
+def test_what_ranks_tell_each_other_is_added_up_and_compared(results: Results) -> None:
+    for rank, one in enumerate(results.ranks):
         assert one["world"] == {
             "total": [3.0, -5.0, 2.0**61],
             "largest": [2.0, 0.0, 2.0**60],
@@ -272,8 +272,8 @@ def test_what_ranks_tell_each_other_is_added_up_and_compared(found: Found) -> No
 
 
 @pytest.mark.slow
-def test_ranks_that_cannot_be_shared_out_are_refused_on_all_of_them(found: Found) -> None:
-    for one in found.ranks:
+def test_ranks_that_cannot_be_shared_out_are_refused_on_all_of_them(results: Results) -> None:
+    for one in results.ranks:
         replicas, sharers, heads, number, dense, uneven, copies = one["refused"]
         assert "expert_parallel is 3: set it to the number of ranks, 2" in number
         assert "has no experts: set expert_parallel to 1" in dense

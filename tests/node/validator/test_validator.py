@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.audits import CLEAN, VALIDATOR, Told
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.protocol_cases import (
     BRANCH,
     LEASE,

@@ -81,7 +81,7 @@ def test_receiver_learns_a_superset_of_what_changed(pair: tuple[State, State]) -
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_few_changes_are_told_exactly_and_many_as_all(threads: int) -> None:
+def test_few_changes_are_listed_by_position_and_many_as_a_whole_tensor(threads: int) -> None:
     base, new = model()
     payload = delta(base, new)
     _, changed = apply_delta(base, payload, cases.infos(new), threads=threads)

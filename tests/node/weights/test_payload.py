@@ -127,7 +127,7 @@ def test_only_chunks_that_hold_wanted_tensors_are_needed() -> None:
         assert chunks_for(artifact, tensors, set()) == ()
 
 
-def test_what_changed_is_told_of_the_share_alone() -> None:
+def test_changes_are_reported_for_the_own_share_only() -> None:
     replica = grown(only("t1", "t4", "z"), SNAPSHOT)
     wanted = frozenset({"t1", "t4", "z"})
     prepared = replica.prepare(FIRST.manifest, FIRST.artifact, FIRST.some(wanted))

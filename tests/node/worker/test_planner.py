@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.hostile import HostileTrainer, policy, tensor_table
 from support.memory_store import MemoryStore
 from support.swarm import Swarm

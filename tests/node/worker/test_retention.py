@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import weights_cases as cases
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.drift_cases import drifted
 from support.memory_store import MemoryStore
 

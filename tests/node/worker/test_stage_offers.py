@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.memory_network import MemoryNetwork
-from support.offer_cases import NOW, RUN, TRAINER, World, key, node, offer, record
+from support.offer_cases import NOW, RUN, TRAINER, OfferNetwork, key, node, offer, record
 from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
@@ -46,7 +46,7 @@ CONFIG = NodeConfig.model_validate({"network": {"advertise": ["10.0.0.1:1"]}})
 class Net:
     """A pipeline coordinator behind a memory transport, and workers that offer to it."""
 
-    world: World
+    world: OfferNetwork
     network: MemoryNetwork
     forge: Callable[[bytes, StagePlanned], StagePlanned] | None = None
     heard: list[OfferStage] = field(default_factory=list[OfferStage])
@@ -109,7 +109,7 @@ class Net:
 
 @asynccontextmanager
 async def net(directory: Path) -> AsyncGenerator[Net]:
-    found = Net(World(directory), MemoryNetwork())
+    found = Net(OfferNetwork(directory), MemoryNetwork())
     running = asyncio.create_task(found.router.run())
     try:
         yield found
@@ -201,7 +201,7 @@ async def test_a_plan_that_is_void_is_waited_out(tmp_path: Path) -> None:
             assert after.plan.stages[1].node == node(3)
 
 
-async def test_a_node_that_is_wanted_no_more_is_told_why(tmp_path: Path) -> None:
+async def test_a_node_that_is_sent_away_learns_why(tmp_path: Path) -> None:
     async with net(tmp_path) as world:
         world.world.refused[node(1)] = "false work"
         with pytest.raises(NodeError, match="false work"):

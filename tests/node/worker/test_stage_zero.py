@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.counting_environment import CountingEnvironment
 from support.lease_cases import policy, task_digest
 from support.offer_cases import (
@@ -16,7 +16,7 @@ from support.offer_cases import (
     PART,
     RUN,
     TRAINER,
-    World,
+    OfferNetwork,
     key,
     node,
     offer,
@@ -60,8 +60,8 @@ from primerl.protocol.version import WIRE_VERSION
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    found = World(tmp_path)
+def world(tmp_path: Path) -> Iterator[OfferNetwork]:
+    found = OfferNetwork(tmp_path)
     yield found
     found.ledger.close()
 
@@ -71,7 +71,7 @@ def plan_in(reply: StageWait | StagePlanned) -> PipelinePlan:
     return opened(reply, int(time.time()))
 
 
-def trio(world: World) -> tuple[PipelinePlan, int, int, int]:
+def trio(world: OfferNetwork) -> tuple[PipelinePlan, int, int, int]:
     """A plan of two stages, with the nodes: (plan, stage 0, stage 1, spare)."""
     plan = world.gather(1, 2, 3)
     head, last = ranks(plan)
@@ -81,7 +81,7 @@ def trio(world: World) -> tuple[PipelinePlan, int, int, int]:
 # -- its stage -------------------------------------------------------------------------------------
 
 
-def test_a_spare_takes_the_place_of_a_stage_0_that_falls_silent(world: World) -> None:
+def test_a_spare_takes_the_place_of_a_stage_0_that_falls_silent(world: OfferNetwork) -> None:
     plan, head, last, spare = trio(world)
     assert opened(world.offer(last, of=plan, lost=(head,))) == plan
     world.later(HEAD_S - 1)
@@ -94,7 +94,7 @@ def test_a_spare_takes_the_place_of_a_stage_0_that_falls_silent(world: World) ->
     assert isinstance(world.offer(head), StageWait)
 
 
-def test_silence_alone_takes_nothing_from_a_stage_0(world: World) -> None:
+def test_silence_alone_takes_nothing_from_a_stage_0(world: OfferNetwork) -> None:
     plan, _, last, spare = trio(world)
     for _ in range(4):
         world.later(HEAD_S)
@@ -103,7 +103,7 @@ def test_silence_alone_takes_nothing_from_a_stage_0(world: World) -> None:
     assert world.coordinator.orphans() == []
 
 
-def test_a_false_complaint_about_a_working_stage_0_costs_its_sender(world: World) -> None:
+def test_a_false_complaint_about_a_working_stage_0_costs_its_sender(world: OfferNetwork) -> None:
     plan, head, slanderer, spare = trio(world)
     world.offer(slanderer, of=plan, lost=(head,))
     world.later(1.0)
@@ -115,7 +115,7 @@ def test_a_false_complaint_about_a_working_stage_0_costs_its_sender(world: World
 
 
 def test_a_word_from_before_the_trainer_heard_stage_0_last_does_not_count_twice(
-    world: World,
+    world: OfferNetwork,
 ) -> None:
     """Nobody else is there: all connect again, and only a new complaint is weighed again."""
     plan = world.gather(1, 2)
@@ -128,7 +128,7 @@ def test_a_word_from_before_the_trainer_heard_stage_0_last_does_not_count_twice(
     assert opened(world.offer(head, of=after)) == after
 
 
-def test_a_stage_0_that_one_stage_after_the_other_cannot_reach_goes(world: World) -> None:
+def test_a_stage_0_that_one_stage_after_the_other_cannot_reach_goes(world: OfferNetwork) -> None:
     plan, head, first, second = trio(world)
     world.offer(first, of=plan, lost=(head,))
     world.later(1.0)
@@ -142,7 +142,7 @@ def test_a_stage_0_that_one_stage_after_the_other_cannot_reach_goes(world: World
     assert ranks(opened(world.offer(second))) == [first, second]
 
 
-def test_both_neighbours_of_a_stage_0_are_believed(world: World) -> None:
+def test_both_neighbours_of_a_stage_0_are_believed(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3, 4, world_size=3)
     head, middle, last = ranks(plan)
     spare = ({1, 2, 3, 4} - {head, middle, last}).pop()
@@ -153,7 +153,7 @@ def test_both_neighbours_of_a_stage_0_are_believed(world: World) -> None:
     assert ranks(opened(world.offer(last, world_size=3))) == [spare, middle, last]
 
 
-def test_a_stage_0_does_not_keep_its_stage_by_starting_again_and_again(world: World) -> None:
+def test_a_stage_0_does_not_keep_its_stage_by_starting_again_and_again(world: OfferNetwork) -> None:
     plan, head, last, spare = trio(world)
     for _ in range(MANY_RESTARTS):
         assert opened(world.offer(head)) == plan
@@ -168,7 +168,7 @@ def test_a_stage_0_does_not_keep_its_stage_by_starting_again_and_again(world: Wo
     assert opened(world.offer(spare)) == after
 
 
-def test_a_word_against_stage_0_is_forgotten_with_the_plan(world: World) -> None:
+def test_a_word_against_stage_0_is_forgotten_with_the_plan(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3, 4, world_size=3)
     head, middle, last = ranks(plan)
     spare = ({1, 2, 3, 4} - {head, middle, last}).pop()
@@ -180,7 +180,7 @@ def test_a_word_against_stage_0_is_forgotten_with_the_plan(world: World) -> None
         assert (ranks(after), after.generation) == ([head, middle, spare], 1)
 
 
-def test_a_node_that_a_stage_0_left_without_a_spare_waits_for_another(world: World) -> None:
+def test_a_node_that_a_stage_0_left_without_a_spare_waits_for_another(world: OfferNetwork) -> None:
     plan = world.gather(1, 2)
     head, other = ranks(plan)
     world.offer(other, of=plan, lost=(head,))
@@ -188,7 +188,9 @@ def test_a_node_that_a_stage_0_left_without_a_spare_waits_for_another(world: Wor
     assert isinstance(world.offer(other, of=plan), StageWait)
 
 
-def test_a_stage_0_that_is_right_about_others_stays_as_long_as_it_brings_work(world: World) -> None:
+def test_a_stage_0_that_is_right_about_others_stays_as_long_as_it_brings_work(
+    world: OfferNetwork,
+) -> None:
     """All of them speak to the trainer, whose word against its word that is."""
     plan = world.gather(1, 2, 3, 4, 5, world_size=3)
     head, _, last = ranks(plan)
@@ -203,7 +205,7 @@ def test_a_stage_0_that_is_right_about_others_stays_as_long_as_it_brings_work(wo
     assert isinstance(world.offer(head, of=plan, lost=(last,), world_size=3), StageWait)
 
 
-def test_work_of_a_node_that_leads_no_pipeline_excuses_no_node(world: World) -> None:
+def test_work_of_a_node_that_leads_no_pipeline_excuses_no_node(world: OfferNetwork) -> None:
     plan, head, slanderer, _ = trio(world)
     world.offer(slanderer, of=plan, lost=(head,))
     world.later(1.0)
@@ -217,7 +219,7 @@ def test_work_of_a_node_that_leads_no_pipeline_excuses_no_node(world: World) -> 
 # -- its leases ------------------------------------------------------------------------------------
 
 
-def test_a_node_that_led_a_pipeline_and_works_alone_since_is_no_orphan(world: World) -> None:
+def test_a_node_that_led_a_pipeline_and_works_alone_since_is_no_orphan(world: OfferNetwork) -> None:
     _, head, last, _ = trio(world)
     world.coordinator.orphans()
     world.coordinator.left(node(head))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.lease_cases import granted, policy
 from support.waiting import until
 
@@ -59,7 +59,7 @@ class FakeTrainer:
         return seal(TRAINER, Purpose.RECEIPT, RUN, receipt, sequence=lease_id, expires=soon)
 
 
-class World:
+class UploadBench:
     """A spool over a ledger and a fake trainer."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -81,7 +81,7 @@ class World:
                 await task
 
     def empty(self) -> bool:
-        return not self.spool.leases() and not self.ledger.spooled()
+        return not self.spool.leases() and not self.ledger.queued_uploads()
 
 
 @pytest.fixture
@@ -104,12 +104,12 @@ def work(lease: Lease) -> Submission:
 async def test_what_was_put_is_on_the_disk_and_held_until_the_receipt_is_here(
     ledger: Ledger,
 ) -> None:
-    world = World(ledger)
+    world = UploadBench(ledger)
     world.trainer.open.clear()
     async with world.running():
         (lease,) = leases(1)
         await world.spool.put(lease, work(lease))
-        assert [row[1] for row in ledger.spooled()] == [lease.lease_id]
+        assert [row[1] for row in ledger.queued_uploads()] == [lease.lease_id]
         await until(lambda: world.trainer.now == 1)
         assert world.spool.leases() == {lease.lease_id}
         world.trainer.open.set()
@@ -118,10 +118,10 @@ async def test_what_was_put_is_on_the_disk_and_held_until_the_receipt_is_here(
 
 
 async def test_a_node_that_was_killed_uploads_what_it_finds(ledger: Ledger) -> None:
-    first = World(ledger)
+    first = UploadBench(ledger)
     for lease in leases(3):
         await first.spool.put(lease, work(lease))
-    again = World(ledger)
+    again = UploadBench(ledger)
     again.spool.open()
     assert again.spool.leases() == {0, 1, 2}
     async with again.running():
@@ -130,7 +130,7 @@ async def test_a_node_that_was_killed_uploads_what_it_finds(ledger: Ledger) -> N
 
 
 async def test_a_few_at_a_time_and_the_most_urgent_first(ledger: Ledger) -> None:
-    world = World(ledger)
+    world = UploadBench(ledger)
     for lease in leases(8):
         await world.spool.put(lease, work(lease))
     world.trainer.open.clear()
@@ -157,7 +157,7 @@ async def test_what_failed_is_kept_and_tried_again(
     ledger: Ledger, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "PAUSE_S", 0.01)
-    world = World(ledger)
+    world = UploadBench(ledger)
     world.trainer.failures = [error, error]
     async with world.running():
         for lease in leases(2):
@@ -168,7 +168,7 @@ async def test_what_failed_is_kept_and_tried_again(
 
 
 async def test_what_is_refused_for_good_is_forgotten_and_counted(ledger: Ledger) -> None:
-    world = World(ledger)
+    world = UploadBench(ledger)
     world.trainer.failures = [Refused(Reason.LEASE_EXPIRED, "too late")]
     async with world.running():
         (lease,) = leases(1)
@@ -179,7 +179,7 @@ async def test_what_is_refused_for_good_is_forgotten_and_counted(ledger: Ledger)
 
 
 async def test_a_receipt_for_something_else_is_none(ledger: Ledger) -> None:
-    world = World(ledger)
+    world = UploadBench(ledger)
     world.trainer.wrong = 1
     async with world.running():
         (lease,) = leases(1)
@@ -194,11 +194,11 @@ class SlowDisk(Ledger):
     ready: threading.Event
     begun: threading.Event
 
-    def spool(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
+    def queue_upload(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
         self.begun.set()
         if not self.ready.wait(60.0):
             raise StorageError("nobody let the disk go: the event loop waits for it")
-        super().spool(digest, lease_id, deadline, sealed)
+        super().queue_upload(digest, lease_id, deadline, sealed)
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def slow(tmp_path: Path) -> Iterator[SlowDisk]:
 
 
 async def test_nobody_waits_for_the_disk_but_the_lease_itself(slow: SlowDisk) -> None:
-    world = World(slow)
+    world = UploadBench(slow)
     async with world.running():
         (lease,) = leases(1)
         putting = asyncio.create_task(world.spool.put(lease, work(lease)))
@@ -222,7 +222,7 @@ async def test_nobody_waits_for_the_disk_but_the_lease_itself(slow: SlowDisk) ->
 
 
 async def test_closing_waits_for_what_is_being_written(slow: SlowDisk, tmp_path: Path) -> None:
-    world = World(slow)
+    world = UploadBench(slow)
     async with world.running():
         (lease,) = leases(1)
         putting = asyncio.create_task(world.spool.put(lease, work(lease)))
@@ -231,5 +231,5 @@ async def test_closing_waits_for_what_is_being_written(slow: SlowDisk, tmp_path:
         threading.Timer(0.05, slow.ready.set).start()
     slow.close()
     again = Ledger(tmp_path / "ledger.db", fsync=False)
-    assert [row[1] for row in again.spooled()] == [lease.lease_id]
+    assert [row[1] for row in again.queued_uploads()] == [lease.lease_id]
     again.close()

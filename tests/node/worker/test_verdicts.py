@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.bare_services import bare_services
+from support.bare_node import bare_services
 from support.hostile import Rogue, altered_branch, reason_of
 from support.protocol_cases import NOW, OTHER_RUN, STRANGER, TRAINER, WORKER, refuses
 from support.swarm import Swarm

@@ -10,8 +10,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.listed_verifier import ListedVerifier
-
 from primerl.crypto.hashing import derive
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.environments.environment import (
@@ -44,6 +42,7 @@ from primerl.protocol.rollouts import (
 from primerl.scripts.bench.calibrate import trial_run
 from primerl.scripts.bench.trained_model import Corpus, Trained, policy_updates, stop_token
 from primerl.tests.support.counting_environment import CountingEnvironment, even_share
+from primerl.tests.support.listed_verifier import ListedVerifier
 
 if TYPE_CHECKING:
     from primerl.node.inference.model import LanguageModel
