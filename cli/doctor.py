@@ -1,7 +1,6 @@
 """`primerl-node doctor`: check this machine, and plan a run's memory on it."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ..node.config.run import RunConfig
-    from ..node.memory_plan.memory import Device, MemoryBreakdown
+    from ..node.memory_plan.memory import Device
     from ..node.memory_plan.shape import ModelShape
     from ..node.reports.doctor import MachineCheck, RunMemory
 
@@ -72,8 +71,10 @@ def run(
         device, count = _device(gpu_memory, cpu=cpu)
         plan = doctor.plan_run(config, shape, device, gpus=gpus or count, shared=shared)
     if as_json:
-        told = _plan_json(shape, plan) if shape and plan else None
-        typer.echo(to_json({"machine": list(map(asdict, checks)), "plan": told}, indent=2))
+        figures = None
+        if shape and plan:
+            figures = {"parameters": shape.parameters, "shared": plan.share, **_figures(plan)}
+        typer.echo(to_json({"machine": list(map(asdict, checks)), "plan": figures}, indent=2))
     else:
         _show_checks(checks)
         if shape and plan:
@@ -116,20 +117,25 @@ def _device(gpu_memory: float | None, *, cpu: bool) -> "tuple[Device, int]":
     return Device("cpu", memory.total, memory.total - memory.available), count
 
 
-def _plan_json(shape: "ModelShape", plan: "RunMemory") -> dict[str, Any]:
+def _figures(plan: "RunMemory") -> dict[str, dict[str, Any]]:
+    """Say whether worker and trainer fit, with the bytes that decide it."""
     worker, learner = plan.worker, plan.learner
-    names = ("fits", "holds_all", "at_once", "missing", "verdict")
     return {
-        "model": {**asdict(shape), "parameters": shape.parameters, "exact": shape.exact},
-        "engine": plan.engine.model_dump(mode="json"),
-        "worker": {**asdict(worker), **{name: getattr(worker, name) for name in names}},
+        "worker": {
+            "fits": worker.fits,
+            "before_cache": worker.engine.total,
+            "cache": worker.cache,
+            "sequence": worker.sequence,
+            "may_take": worker.budget,
+            "sequences_at_once": worker.at_once,
+            "device": asdict(worker.device),
+        },
         "trainer": {
             "fits": learner.total <= plan.room,
-            "peak": asdict(learner.peak)["items"],
-            "beside": asdict(plan.beside)["items"],
-            "total": learner.total + plan.beside.total,
+            "needs": learner.total,
+            "beside": plan.beside.total,
+            "may_take": plan.room,
         },
-        "shared": None if plan.share is None else {"gpu_memory_utilization": plan.share},
     }
 
 
@@ -150,7 +156,6 @@ def _show_checks(checks: "Sequence[MachineCheck]") -> None:
 def _show_plan(config: "RunConfig", shape: "ModelShape", plan: "RunMemory") -> None:
     """Print the memory of the worker and the trainer, and whether they fit."""
     from ..node.memory_plan.memory import gib, smaller_learner
-    from .tables import write
 
     sort = f"{shape.experts} experts" if shape.experts else "dense"
     known = "" if shape.exact else ", a family that is not known here: counted as a llama"
@@ -159,60 +164,27 @@ def _show_plan(config: "RunConfig", shape: "ModelShape", plan: "RunMemory") -> N
         f"({gib(2 * shape.parameters)} in bfloat16), {shape.layers} layers, {sort}{known}"
     )
     engine, worker, training = plan.engine, plan.worker, config.training
-    several = engine.pp * int(engine.tp) > 1
-    on = f"{'each of the GPUs' if several else 'the GPU'}, " * (worker.device.kind == "cuda")
-    share = "" if worker.utilization is None else f"gpu_memory_utilization {worker.utilization:g}"
-    length = worker.length
-    _show_memory(
-        f"WORKER: {engine.type}, {engine.dtype}, on {on}{gib(worker.device.nbytes)}",
-        [
-            *_rows(worker.engine),
-            ("[bold]before its cache[/]", worker.engine.total, ""),
-            ("[bold]others[/]", worker.device.taken, ""),
-            ("[bold]may take[/]", worker.budget, share),
-            (
-                "[bold]left for its cache[/]",
-                worker.cache,
-                f"{_amount(worker.sequence)} a sequence of {length} tokens",
-            ),
-            *_rows(worker.beside, "beside: "),
-        ],
-        worker.verdict,
+    figures = _figures(plan)
+    of = "" if worker.utilization is None else f" (gpu_memory_utilization {worker.utilization:g})"
+    where = "the CPU"
+    if worker.device.kind == "cuda":
+        where = "each of the GPUs" if engine.pp * int(engine.tp) > 1 else "the GPU"
+    typer.echo(
+        f"worker: {engine.type}, {engine.dtype}, on {where}: {gib(worker.engine.total)} before its cache, "
+        f"{gib(worker.cache)} for its cache ({gib(worker.sequence)} a sequence), may take {gib(worker.budget)} "
+        f"of {gib(worker.device.nbytes)}{of}\n  {worker.verdict}"
     )
-    left = plan.room - plan.learner.total
+    trainer = figures["trainer"]
+    left = trainer["may_take"] - trainer["needs"]
     smaller = smaller_learner(training, shape, gpu=worker.device.kind == "cuda")
-    _show_memory(
-        f"TRAINER: {training.seq_len} tokens a row, recompute {training.activation_checkpointing}",
-        [
-            *_rows(plan.learner.peak),
-            *_rows(plan.beside, "beside: "),
-            ("[bold]at its worst moment[/]", plan.learner.total + plan.beside.total, ""),
-        ],
-        f"fits, {gib(left)} left" if left >= 0 else f"does not fit: {gib(-left)} short: {smaller}",
+    verdict = (
+        f"fits, {gib(left)} left" if left >= 0 else f"does not fit: {gib(-left)} short: {smaller}"
+    )
+    typer.echo(
+        f"trainer: {training.seq_len} tokens a row, recompute {training.activation_checkpointing}: "
+        f"{gib(trainer['needs'])} at its worst moment, {gib(trainer['beside'])} beside it, may take "
+        f"{gib(trainer['may_take'])}\n  {verdict}"
     )
     if plan.share is not None:
         rest = f"{plan.share:.0%} of it" if plan.share else "nothing"
-        write(f"\n[bold]on one GPU:[/] the trainer leaves {rest} to the worker")
-
-
-def _show_memory(title: str, rows: "Sequence[tuple[str, int, str]]", verdict: str) -> None:
-    from .tables import plain_table, write
-
-    table = plain_table(f"\n{title}", "MEMORY", "", right=["MEMORY"])
-    for name, nbytes, detail in rows:
-        if nbytes:
-            table.add_row(name, _amount(nbytes), detail)
-    write(table)
-    write(f"[bold]{verdict}[/]")
-
-
-def _rows(items: "MemoryBreakdown", prefix: str = "") -> Iterator[tuple[str, int, str]]:
-    for item in items:
-        detail = ", ".join(filter(None, (item.detail, "estimate" if item.estimate else "")))
-        yield prefix + item.name, item.nbytes, detail
-
-
-def _amount(nbytes: int) -> str:
-    from ..node.memory_plan.memory import GIB, gib
-
-    return f"{nbytes / GIB:.2f} GiB" if abs(nbytes) >= GIB // 10 else gib(nbytes)
+        typer.echo(f"on one GPU: the trainer leaves {rest} to the worker")

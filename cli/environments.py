@@ -1,12 +1,11 @@
-"""`primerl-node env`: write, install, list, test and trust environments. None is imported into this process."""
+"""`primerl-node env`: test and trust environments. None is imported into this process."""
 
 import json
-import keyword
-import re
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,12 +16,7 @@ from .command import AsJson, OwnDataDir, default_data_dir, run_to_end
 if TYPE_CHECKING:
     from ..node.config.chat_api import JudgeConfig
     from ..node.config.sandbox import WorkerSandboxConfig
-    from ..node.environments.allowed import Package
     from ..node.environments.trial import EnvironmentTrial
-
-INSTALL_S = 3600.0
-TEMPLATE = Path(__file__).parent / "template"
-"""Files of a new environment; NAME, MODULE and Title stand for its own names."""
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="Its id, such as my-env.")]
 
@@ -30,12 +24,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
     no_args_is_help=True,
-    help="""Write, install, list, test and trust environments.
+    help="""Test and trust environments.
 
 \b
 Examples:
-  primerl-node env init my-env
-  primerl-node env install ./my-env
   primerl-node env test my-env
   primerl-node env trust my-env
   primerl-node rl @ my-env/rl.toml
@@ -43,111 +35,34 @@ Examples:
 )
 
 
-# -- init ------------------------------------------------------------------------------------------
+# -- removed ---------------------------------------------------------------------------------------
+
+REMOVED = {
+    "init": "`vf-init NAME` writes a package, and docs/examples/ has four that work",
+    "install": "`pip install ./NAME` into the Python of this program",
+    "list": "`pip list` shows what is installed, `primerl-node env test NAME` its digest",
+}
+"""Removed commands and what to use now."""
 
 
-@app.command("init", short_help="Write a package to begin with.")
-def init(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Its id, such as my-env.")],
-    path: Annotated[Path, typer.Option("--path", "-p", help="Parent of its directory.")] = Path(),
-    multi_turn: Annotated[
-        bool, typer.Option("--multi-turn", help="Write one with several turns.")
-    ] = False,
-    tools: Annotated[
-        bool, typer.Option("--tools", help="Write one with a tool that the model calls.")
-    ] = False,
-    search: Annotated[
-        bool, typer.Option("--search", help="Write one with tools that search pages of yours.")
-    ] = False,
-) -> None:
-    """Write an environment's package into the directory NAME: it installs and passes `env test` as it is."""
-    from ..node.environments.allowed import NAME, module_of, name_taken, root_of
-    from ..node.errors import UsageError, file_error
+def _removed(name: str) -> Callable[[], None]:
+    def refuse() -> None:
+        from ..node.errors import UsageError
 
-    kinds = {"multi_turn": multi_turn, "tools": tools, "search": search}
-    chosen = [one for one, given in kinds.items() if given] or ["single_turn"]
-    if len(chosen) > 1:
-        flags = " and ".join(f"--{one.replace('_', '-')}" for one in chosen)
-        raise UsageError(f"{flags} are templates of their own: choose one")
-    module = module_of(name)
-    if not NAME.fullmatch(name) or not module.isidentifier() or keyword.iskeyword(module):
-        raise UsageError(f"{name[:80]!r} is no name of a package: use letters, digits and -")
-    if taken := name_taken(name):
-        raise UsageError(f"{name!r} cannot be used: {taken}; choose another name")
-    if root_of(module) is not None:
-        raise UsageError(f"a module {module!r} is installed here already: choose another name")
-    directory = expand_home(path) / name
-    if directory.exists():
-        raise UsageError(f"{directory} exists already: choose another name or another --path")
-    title = "".join(word.capitalize() for word in module.split("_"))
-    (kind,) = chosen
-    files = {
-        "pyproject.toml": "pyproject.toml",
-        "README.md": "README.md",
-        f"{module}/__init__.py": f"{kind}.py.txt",
-        f"tests/test_{module}.py": f"{kind}_test.py.txt",
-    }
-    if not multi_turn:
-        files["rl.toml"] = "rl.toml" if kind == "single_turn" else f"{kind}_rl.toml"
-    if search:
-        files |= {f"{module}/{one}.jsonl": f"search_{one}.jsonl" for one in ("pages", "questions")}
-    for file, template in files.items():
-        text = (TEMPLATE / template).read_text(encoding="utf-8")
-        text = text.replace("NAME", name).replace("MODULE", module).replace("Title", title)
-        try:
-            (directory / file).parent.mkdir(parents=True, exist_ok=True)
-            (directory / file).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise file_error(error, directory / file) from error
-        typer.echo(directory / file)
-    place = (
-        directory if directory.is_absolute() else f"./{directory}"
-    )  # no name that an index knows
-    typer.echo(f"next: primerl-node env install {place}; primerl-node env test {name}")
+        raise UsageError(f"`env {name}` was removed: {REMOVED[name]}")
+
+    return refuse
 
 
-# -- list, trust -----------------------------------------------------------------------------------
+for _name in REMOVED:
+    app.command(
+        _name,
+        hidden=True,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )(_removed(_name))
 
 
-Trust = Literal["not needed", "trusted", "not trusted", "other release trusted", "missing"]
-
-
-@dataclass(frozen=True)
-class InstalledEnvironment:
-    """An environment that this node could play."""
-
-    id: str
-    source: str
-    """"bundled" and this version, or the distribution and its version."""
-    digest: str
-    """Hexadecimal; empty where a run compares none."""
-    trust: Trust
-    note: str = ""
-
-
-@app.command("list", short_help="The environments that this node could play.")
-def show_list(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
-    """List bundled and installed environments, without importing any.
-
-    Installed ones are found by their distribution, which requires verifiers and has a module with a Taskset.
-    """
-    from ..node.environments.allowed import BUNDLED, installed
-    from .tables import NONE, fitted, write
-
-    directory = _data_dir(data_dir)
-    rows = [_bundled(name, directory) for name in BUNDLED]
-    rows += [_row(package, directory) for package in installed()]
-    if as_json:
-        typer.echo(to_json({"environments": [asdict(row) for row in rows]}, indent=2))
-        return
-    write(
-        fitted(
-            ("ID", "SOURCE", "DIGEST", "TRUST", "NOTE"),
-            [(row.id, row.source, row.digest[:12] or NONE, row.trust, row.note) for row in rows],
-            elastic=("SOURCE", "NOTE"),
-            drop=("DIGEST",),
-        )
-    )
+# -- trust ---------------------------------------------------------------------------------------
 
 
 @app.command("trust", short_help="Let workers with this data directory play an environment.")
@@ -180,202 +95,6 @@ def trust(
 
 def _data_dir(given: Path | None) -> Path:
     return expand_home(given) if given is not None else default_data_dir()
-
-
-def _bundled(name: str, data_dir: Path) -> InstalledEnvironment:
-    """Describe a bundled environment, which may need another package or read a data set."""
-    from .. import __version__
-    from ..node.environments.allowed import find_package
-    from ..node.errors import UsageError
-
-    source = f"bundled {__version__}"
-    try:
-        package = find_package(name)
-    except UsageError as error:
-        return InstalledEnvironment(name, source, "", "missing", str(error).partition(": ")[2])
-    if package is None:
-        return InstalledEnvironment(name, source, "", "not needed")
-    row = _row(package, data_dir)
-    note = "" if package.bundled else "reads a data set that the run names"
-    return InstalledEnvironment(name, f"{source}, {row.source}", row.digest, row.trust, note)
-
-
-def _row(package: "Package", data_dir: Path) -> InstalledEnvironment:
-    from ..node.environments.allowed import is_remembered, remembered
-
-    trust: Trust = "not trusted"
-    if package.bundled:
-        trust = "not needed"
-    elif is_remembered(package, data_dir):
-        trust = "trusted"
-    elif package.environment in remembered(data_dir):
-        trust = "other release trusted"
-    return InstalledEnvironment(package.environment, package.label, package.digest.hex(), trust)
-
-
-# -- install ---------------------------------------------------------------------------------------
-
-
-@app.command("install", short_help="Install an environment's package beside this program.")
-def install(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="WHEEL|PATH|NAME", help="A wheel, a source directory, or a name."),
-    ],
-    trusted: Annotated[
-        bool, typer.Option("--trust", help="Trust the installed package, as `env trust` does.")
-    ] = False,
-    data_dir: OwnDataDir = None,
-    as_json: AsJson = False,
-) -> None:
-    """Install an environment with pip, or with uv where there is no pip, into the Python of this program.
-
-    It is unpacked elsewhere first and refused if a run could never play it. No package that is installed here
-    changes its version for it. Building a source directory runs its code.
-    """
-    import importlib
-    import tempfile
-    from importlib import metadata
-
-    from ..node.environments.allowed import find_package, remember
-    from ..node.errors import UsageError
-
-    what = _installable(target)
-    with tempfile.TemporaryDirectory(prefix="primerl-env-") as directory:
-        stage = Path(directory) / "stage"
-        _pip(["--no-deps", "--target", str(stage), what], target)
-        name, environments = _staged(stage)
-        pins = Path(directory) / "constraints.txt"
-        held = {_plain(it.name): it.version for it in reversed(list(metadata.distributions()))}
-        held.pop(_plain(name), None)
-        pins.write_text("".join(f"{one}=={version}\n" for one, version in held.items()))
-        _pip(["--constraint", str(pins), "--upgrade", what], target)
-    importlib.invalidate_caches()
-    found = [find_package(one) for one in environments]
-    packages = [package for package in found if package is not None]
-    if not packages:
-        raise UsageError(f"{name} was installed where this Python does not look for packages")
-    for package in packages:
-        if trusted:
-            remember(package, _data_dir(data_dir))
-    rows = [_row(package, _data_dir(data_dir)) for package in packages]
-    if as_json:
-        typer.echo(to_json({"environments": [asdict(row) for row in rows]}, indent=2))
-        return
-    for row in rows:
-        typer.echo(f"installed: {row.id} ({row.source}), digest {row.digest}")
-        if row.trust != "trusted":
-            typer.echo(
-                f"{row.trust}: `join` asks before it plays it; "
-                f"primerl-node env trust {row.id} --data-dir WORKER allows it for good"
-            )
-
-
-def _installable(target: str) -> str:
-    """Check what to install. Raises UsageError."""
-    from ..node.errors import UsageError
-
-    path = expand_home(target)
-    if path.exists():
-        if path.is_dir() and not any(
-            (path / it).is_file() for it in ("pyproject.toml", "setup.py")
-        ):
-            raise UsageError(f"{path} has no pyproject.toml: name the directory of a package")
-        return str(path.absolute())
-    if "/" in target or target.endswith((".whl", ".tar.gz", ".zip")):
-        raise UsageError(f"{target[:200]} does not exist: name a wheel, a directory, or a package")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?([=<>!~]=?[\w.,*=<>!~]+)?", target):
-        raise UsageError(f"{target[:80]!r} is no wheel, no directory and no name of a package")
-    return target
-
-
-def _plain(name: str) -> str:
-    """Spell a distribution's name as package indexes compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _pip(arguments: list[str], target: str) -> None:
-    """Run pip or uv, whose output is shown if it fails. Raises UsageError, NodeError."""
-    import shutil
-    import subprocess
-    from importlib.metadata import distributions
-
-    from ..node.errors import NodeError, UsageError
-
-    # The metadata, not find_spec("pip"): that makes setuptools leave distutils to Python, and vLLM then fails.
-    if any(distributions(name="pip")):
-        program = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-        program.append("--no-input")
-    elif (uv := shutil.which("uv")) is not None:
-        program = [uv, "pip", "install", "--python", sys.executable]
-    else:
-        raise UsageError(f"neither pip nor uv is here: {sys.executable} -m ensurepip brings pip")
-    try:
-        ended = subprocess.run(
-            [*program, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=INSTALL_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise NodeError(f"{target} was not installed within {INSTALL_S:g} s: try again") from error
-    if ended.returncode:
-        typer.echo(ended.stdout.decode(errors="replace"), err=True)
-        raise NodeError(
-            f"{target} cannot be installed, and nothing was changed: the installer's output is above"
-        )
-
-
-def _staged(stage: Path) -> tuple[str, list[str]]:
-    """Find the distribution's name and the ids of its environments. Raises UsageError where it has none, or one
-    that would never be played or would overwrite another package."""
-    from importlib import metadata
-
-    from ..node.environments.allowed import (
-        TASKSET,
-        distributions_by_module,
-        installed,
-        name_taken,
-        source_has,
-    )
-    from ..node.errors import UsageError
-
-    (one,) = metadata.distributions(path=[str(stage)])
-    here = {_plain(it.name) for it in metadata.distributions()}
-    environments = {_plain(it.label.rpartition(" ")[0]) for it in installed()}
-    if _plain(one.name) in here - environments:
-        raise UsageError(
-            f"{one.name} is not installed: it would replace the installed package of that name, which is no "
-            "environment; rename it"
-        )
-    theirs = distributions_by_module()
-    found: list[str] = []
-    older = False
-    for root in sorted(stage.iterdir()):
-        module = root.stem
-        if not (root.is_dir() or root.suffix == ".py") or not module.isidentifier():
-            continue
-        if module != module.lower() or not source_has(root, TASKSET):
-            older |= source_has(root, b"def load_environment")
-            continue
-        taken = name_taken(module)
-        if others := set(theirs.get(module, ())) - {one.name}:
-            taken = f"the installed package {sorted(others)[0]} has a module of this name"
-        if taken:
-            raise UsageError(
-                f"{one.name} is not installed: its module {module!r} would not be played, as {taken}; "
-                "rename the module"
-            )
-        found.append(module.replace("_", "-"))
-    if not found:
-        why = "has a load_environment() of verifiers before 0.4" if older else "exports no Taskset"
-        raise UsageError(
-            f"{one.name} is not installed: it {why}; an environment exports a verifiers.v1 Taskset by __all__ "
-            "of a top-level module in lower case"
-        )
-    return one.name, found
 
 
 # -- test ------------------------------------------------------------------------------------------

@@ -17,21 +17,16 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 from ..node.ops.control import NodeState, PeerRow, Status, View
 from ..node.reports.report import points, smooth, terminal_curve
 from .tables import (
     NONE,
-    Column,
-    bounds_in_one,
+    PEER_COLUMNS,
     console,
     duration,
-    environment,
     gone,
     label_table,
-    lag,
     listing,
     number,
     outcomes,
@@ -41,12 +36,9 @@ from .tables import (
     seconds,
     size,
     sources,
-    sparkline,
     stage,
-    state_of,
     status_lines,
     traffic,
-    trust,
     version,
 )
 
@@ -201,146 +193,60 @@ def _phase(status: Status) -> str:
 # -- the screen ------------------------------------------------------------------------------------
 
 OWN_LINES = {"node", "data", "peers", "loop lag"}
-"""Lines of `status` that the screen of a worker leaves out."""
+"""Lines of `status` that the screen leaves out."""
 LEAST_ROWS = 3
-OTHER_LINES = 14
-"""Lines of the screen that are no rows of nodes."""
+OTHER_LINES = 5
+"""Lines of the screen that are neither of `status` nor rows of peers."""
 FRAME = 4
 """Columns."""
 ECHO = 2
 """Columns that are left free for the terminal's ^C, which would move the screen down by a line."""
-Cells = Mapping[str, str]
-
-
-def _column(name: str, importance: int) -> Column[Cells]:
-    return Column(
-        name, lambda cells: cells.get(name, NONE), importance, elastic=name in ("PHASE", "TRUST")
-    )
-
-
-IMPORTANCE = {
-    "NODE": 100,
-    "ID": 98,
-    "PHASE": 95,
-    "PATH": 40,
-    "VER": 90,
-    "LAG": 80,
-    "OK/REJ": 85,
-    "TRUST": 70,
-    "SENT": 20,
-    "RECV": 20,
-    "CHUNKS": 50,
-}
-COLUMNS = [_column(name, importance) for name, importance in IMPORTANCE.items()]
 
 
 def screen_of(
     title: str, nodes: Mapping[str, NodeState], elapsed_s: float, width: int, height: int = 40
 ) -> Panel:
-    """Draw the live screen of a run, or of one node that joined a run."""
+    """Draw the live screen of a run, or of one node that joined a run: its `status`, and the `peers`."""
     trainer = nodes.get(TRAINER)
-    if trainer is not None:
-        rows = _rows(trainer, nodes)
-        room = max(LEAST_ROWS, height - OTHER_LINES)
-        parts = [_progress(trainer.status, width), ""]
-        parts.append(listing(COLUMNS, rows[:room], width - FRAME))
+    if trainer is None:
+        parts: list[Any] = [label_table(_lines(node)) for node in nodes.values()]
+        parts = parts or [label_table([("phase", "starting")])]
+    else:
+        lines = _lines(trainer)
+        lines += [(node.name, _in_short(node)) for node in nodes.values() if node is not trainer]
+        parts = [label_table(lines)]
+        room = max(LEAST_ROWS, height - len(lines) - OTHER_LINES)
+        rows = sorted(filter(_is_shown, trainer.peers), key=lambda row: (row.role, row.short))
+        if rows:
+            parts += ["", listing(PEER_COLUMNS, rows[:room], width - FRAME)]
         if len(rows) > room:
             parts.append(f"and {len(rows) - room} more: `primerl-node peers`")
-    else:
-        parts = [label_table(_own(node)) for node in nodes.values()]
-        parts = parts or [_progress(None, width)]
     head = f"[bold]{escape(title)}[/]  {duration(elapsed_s)}"
     return Panel(Group(*parts), title=head, title_align="left", border_style="blue", width=width)
 
 
-def _progress(status: Status | None, width: int) -> Table:
-    if status is None:
-        return label_table([("phase", "starting")])
-    room = max(20, min(80, width - 40))
-    grid = label_table([("phase", _phase(status))])
-    if status.environment:
-        grid.add_row("environment", escape(status.environment))
-    steps = Table.grid(padding=(0, 2, 0, 0))
-    bar = ProgressBar(total=max(1, status.max_steps), completed=status.step, width=room)
-    steps.add_row(bar, f"step {status.step} of {status.max_steps}")
-    grid.add_row("progress", steps)
-    curve = sparkline([reward for _, reward in status.history], room)
-    grid.add_row("reward", f"[green]{curve}[/]  [bold]{number(status.reward)}[/]")
-    if len(status.environments) > 1:
-        for row in status.environments:
-            grid.add_row(f"  {escape(row.name)}", escape(environment(row)))
-    grid.add_row("staleness", f"{number(status.staleness)} versions, {status.leases} leases out")
-    grid.add_row("rollouts", escape(outcomes(status)))
-    if status.bounds:
-        grid.add_row("bounds", escape(bounds_in_one(status.bounds)))
-    grid.add_row("waiting", escape(status.waiting_for or NONE))
-    for one in status.warnings:
-        grid.add_row("warning", escape(one))
-    return grid
-
-
-def _own(node: NodeState) -> list[tuple[str, str]]:
-    """List the figures for a volunteer; run, phase and waiting keep their places when they are empty."""
+def _lines(node: NodeState) -> list[tuple[str, str]]:
+    """List what `status` says; run, phase and waiting keep their places when they are empty."""
     if node.status is None:
         return [("phase", node.note)]
-    lines = {name: value for name, value in status_lines(node.status) if name not in OWN_LINES}
-    names = dict.fromkeys(("run", "phase", "waiting", *lines))
-    return [(name, lines.get(name, NONE)) for name in names]
+    lines = [pair for pair in status_lines(node.status) if pair[0] not in OWN_LINES]
+    first = {name: NONE for name in ("run", "phase", "waiting")} | dict(lines)
+    kept = [(name, first[name]) for name in ("run", "phase", "waiting")]
+    return kept + [(name, value) for name, value in lines if (name, value) not in kept]
 
 
-def _rows(trainer: NodeState, nodes: Mapping[str, NodeState]) -> list[Cells]:
-    """List the nodes that were started here, then others that joined and have not been gone for long."""
-    known = {row.short: row for row in trainer.peers}
-    ours = {node.status.short for node in nodes.values() if node.status}
-    newest = trainer.status.version if trainer.status else -1
-    rows = [_node_cells(node, newest, known) for node in nodes.values()]
-    if len(ours) < len(nodes):
-        return rows  # the id of a node of ours is unknown yet: its row would look like a stranger's
-    joined = (row for row in trainer.peers if row.short not in ours and not gone(row))
-    joined = (row for row in joined if row.role != "?" or row.version >= 0 or row.accepted)
-    return rows + [
-        _peer_cells(row) for row in sorted(joined, key=lambda row: (row.role, row.short))
-    ]
-
-
-def _node_cells(node: NodeState, newest: int, rows: Mapping[str, PeerRow]) -> Cells:
+def _in_short(node: NodeState) -> str:
+    """Describe another node of this machine; the table of peers has its figures."""
     status = node.status
     if status is None:
-        return {"NODE": node.name, "PHASE": node.note}
-    row = rows.get(status.short)
-    fetched = sum(status.chunk_bytes_by_source.values())
-    own = status.chunk_bytes_by_source.get(TRAINER, 0)
-    return (_service(row) if row is not None else {}) | {
-        "NODE": node.name,
-        "ID": status.short,
-        "PHASE": status.phase if node.note == "running" else node.note,
-        "VER": version(status.version),
-        "LAG": str(max(0, newest - status.version)) if status.version >= 0 else NONE,
-        "SENT": size(status.bytes_sent),
-        "RECV": size(status.bytes_received),
-        "CHUNKS": f"{size(fetched)}, {1 - own / fetched:.0%} from peers" if fetched else NONE,
-    }
+        return node.note
+    phase = status.phase if node.note == "running" else node.note
+    return f"{status.short}  {phase}, version {version(status.version)}"
 
 
-def _peer_cells(row: PeerRow) -> Cells:
-    """Describe a node that was started elsewhere, as the trainer knows it; SENT and RECV are the node's."""
-    return _service(row) | {
-        "NODE": row.role,
-        "ID": row.short,
-        "PHASE": state_of(row) or ("running" if row.version >= 0 else "joining"),
-        "VER": version(row.version),
-        "LAG": lag(row),
-        "SENT": size(row.bytes_received),
-        "RECV": size(row.bytes_sent),
-    }
-
-
-def _service(row: PeerRow) -> dict[str, str]:
-    return {
-        "PATH": row.path,
-        "OK/REJ": f"{row.accepted}/{row.rejected}",
-        "TRUST": trust(row.trust, row.trusts),
-    }
+def _is_shown(row: PeerRow) -> bool:
+    """Say whether a peer is of the run, and not gone."""
+    return not gone(row) and (row.role != "?" or row.version >= 0 or row.accepted > 0)
 
 
 # -- the summary -----------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from ..node.errors import BETWEEN_PROBLEMS, NodeError, StorageError, file_error,
 from ..protocol.errors import RemoteProtocolError
 from . import (
     ban,
-    calibrate,
     doctor,
     environments,
     evaluate,
@@ -54,7 +53,7 @@ The same by hand, in three terminals:
 """
 
 EPILOG = """\b
-Configuration, for rl, train, join, judge, sft, calibrate, eval, inference and doctor (later wins):
+Configuration, for rl, train, join, judge, sft, eval, inference and doctor (later wins):
   defaults < `@ file.toml` (left to right) < PRIMERL_TRAINING__LR=1e-6 < --training.lr 1e-6
 
 \b
@@ -107,7 +106,6 @@ CONFIGURED: dict[str, tuple[Callable[..., Any], str]] = {
     "join": (join.run, "Work for a run, with its ticket."),
     "judge": (judge.run, "Serve a frozen model whose replies workers generate and prove."),
     "sft": (sft.run, "Learn from demonstrations: weights that a run can begin with."),
-    "calibrate": (calibrate.run, "Measure honest noise for a run, and the bounds of its audits."),
     "eval": (evaluate.run, "Measure models on environments: pass@k, with intervals."),
     "inference": (inference.run, "Serve a policy to OpenAI clients."),
     "doctor": (doctor.run, "Check this machine, and whether a run fits into its memory."),
@@ -135,7 +133,7 @@ for _name, (_command, _help) in CONFIGURED.items():
 for _name, (_command, _help) in PLAIN.items():
     app.command(_name, short_help=_help)(_command)
 _tickets = "Print, issue, list and revoke join tickets of the running trainer."
-_environments = "Write, install, list, test and trust environments."
+_environments = "Test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
 app.add_typer(models.app, name="model", short_help="Convert models of others.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)

@@ -434,17 +434,6 @@ def bounds(row: BoundsRow) -> str:
     return f"{row.numerics}: {row.rollouts} {what} {versions}, {at_most}{workers}"
 
 
-def bounds_in_one(rows: Sequence[BoundsRow]) -> str:
-    """Describe the bounds of all classes in one line."""
-    if len(rows) == 1:
-        return bounds(rows[0])
-    missing = [row.numerics for row in rows if not row.number]
-    said = f"{len(rows) - len(missing)} of {len(rows)} numerics classes measured"
-    return (
-        f"{said}, provisional: {missing[0]}" + " and more" * (len(missing) > 1) if missing else said
-    )
-
-
 def outcomes(status: Status) -> str:
     """Count accepted and rejected rollouts, with the trust that a worker has for them."""
     judged = f"{status.accepted} accepted, {rejected(status.rejected)}"

@@ -1,26 +1,23 @@
 """List the GPUs that this process may use, without starting CUDA.
 
-Names are those of CUDA_VISIBLE_DEVICES, passed on as they were found: a position, a UUID or a MIG slice.
+Names are those of CUDA_VISIBLE_DEVICES, passed on as they were found: a position, a UUID or a MIG slice. NVML
+(nvidia-ml-py) lists the GPUs of a machine; where it or the driver is missing there are none.
 """
 
 import importlib.util
 import os
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import UsageError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-ANSWER_S = 20.0
-"""Longest wait for nvidia-smi."""
 DEVICES = Path("/dev")
-_GPU = re.compile(r"GPU (\d+): (.*?) ?\(UUID: ([^)\s]+)\)")
-_SLICE = re.compile(r"\s+MIG .*\(UUID: ([^)\s]+)\)")
 
 
 class Gpu(NamedTuple):
@@ -44,37 +41,70 @@ Installed = Callable[[], Sequence[Gpu]]
 def installed() -> list[Gpu]:
     """List the GPUs of this machine or container; of a GPU that is cut into MIG slices, these.
 
-    Asks nvidia-smi, about 0.1 s; without it the device files are counted. Empty where there is none.
+    Asks NVML; without it the device files are counted. Empty where there is none.
     """
-    listing = _nvidia_smi("-L")
-    return device_files(DEVICES) if listing is None else parse(listing)
+    listed = _nvml()
+    if listed is None:
+        return device_files(DEVICES)
+    return [Gpu(gpu.number, gpu.uuid) for gpu in listed]
 
 
-def _nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of nvidia-smi, empty if it fails; None if it is missing or does not answer."""
-    command = ("nvidia-smi", *arguments)
+def _nvml() -> "list[GpuMemory] | None":
+    """Ask NVML for all GPUs and slices; None if it is not installed, empty if it fails.
+
+    The memory of one that does not state it is 0.
+    """
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=ANSWER_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        import pynvml
+    except ImportError:
         return None
-    return done.stdout if done.returncode == 0 else ""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        missing = pynvml.NVMLError_LibraryNotFound  # pyright: ignore[reportAttributeAccessIssue] - made at import
+        return None if isinstance(error, missing) else []
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        listed: list[GpuMemory] = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            whole = pynvml.nvmlDeviceGetHandleByIndex(index)
+            slices = _slices(whole)  # CUDA gives a GPU that is cut to no process as a whole
+            for device in slices or [whole]:
+                uuid, name = pynvml.nvmlDeviceGetUUID(device), pynvml.nvmlDeviceGetName(device)
+                number = uuid if slices else str(index)
+                listed.append(GpuMemory(number, uuid, name, *_memory(device), driver))
+        return listed
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def parse(listing: str) -> list[Gpu]:
-    """Read the output of `nvidia-smi -L`."""
-    found: list[Gpu] = []
-    whole: Gpu | None = None
-    for line in listing.splitlines():
-        if gpu := _GPU.match(line):
-            whole = Gpu(gpu[1], gpu[3])
-            found.append(whole)
-        elif part := _SLICE.match(line):
-            if whole is not None and whole in found:
-                found.remove(whole)  # CUDA gives it to no process as a whole
-            found.append(Gpu(part[1], part[1]))
-    return found
+def _slices(whole: Any) -> list[Any]:
+    """Return the handles of a GPU's MIG slices; empty if it is not cut."""
+    import pynvml
+
+    try:
+        if pynvml.nvmlDeviceGetMigMode(whole)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+            return []
+    except pynvml.NVMLError:  # a GPU that cannot be cut
+        return []
+    slices: list[Any] = []
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
+        with suppress(pynvml.NVMLError):  # a place without a slice
+            slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, index))
+    return slices
+
+
+def _memory(device: Any) -> tuple[int, int]:
+    """Return total and free bytes; zeros if the device does not state them."""
+    import pynvml
+
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+    except pynvml.NVMLError:
+        return 0, 0
+    return int(memory.total), int(memory.free)
 
 
 def device_files(directory: Path) -> list[Gpu]:
@@ -87,7 +117,7 @@ def visible(environ: Mapping[str, str], installed: Installed = installed) -> tup
     """Name the GPUs that a process with this environment sees, in torch's order: the first is cuda:0.
 
     As CUDA reads the variable: the list ends before the first name without a GPU. Where the variable hides
-    all of them, nvidia-smi is not called.
+    all of them, NVML is not asked.
     """
     listed = environ.get(VARIABLE)
     if listed is None:
@@ -149,10 +179,6 @@ def is_slice(name: str) -> bool:
     return name.startswith("MIG-")
 
 
-FIELDS = "index,uuid,name,memory.total,memory.free,driver_version"
-MIB = 1 << 20
-
-
 class GpuMemory(NamedTuple):
     """One GPU."""
 
@@ -170,21 +196,8 @@ Ask = Callable[[], Sequence[GpuMemory]]
 
 
 def installed_memory() -> list[GpuMemory]:
-    """Ask nvidia-smi for the GPUs of this machine, about 0.1 s; empty where it is missing or knows none."""
-    return parse_memory(_nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits") or "")
-
-
-def parse_memory(listing: str) -> list[GpuMemory]:
-    """Read the FIELDS that nvidia-smi lists; a GPU without a memory size (a MIG parent, say) is left out."""
-    found: list[GpuMemory] = []
-    for line in listing.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(FIELDS.split(",")):
-            continue
-        number, uuid, name, total, free, driver = cells
-        if total.isdigit() and free.isdigit():
-            found.append(GpuMemory(number, uuid, name, int(total) * MIB, int(free) * MIB, driver))
-    return found
+    """Ask NVML for the GPUs of this machine that state their memory; empty where there is none."""
+    return [gpu for gpu in _nvml() or () if gpu.total]
 
 
 def visible_memory(
@@ -192,9 +205,9 @@ def visible_memory(
 ) -> list[GpuMemory]:
     """List the GPUs of a process with this environment, in torch's order; None: of this process."""
     there = ask()
-    known = [Gpu(one.number, one.uuid) for one in there]
+    known = [Gpu(gpu.number, gpu.uuid) for gpu in there]
     names = visible(os.environ if environ is None else environ, lambda: known)
-    return [one for name in names for one in there if Gpu(one.number, one.uuid).answers_to(name)]
+    return [gpu for name in names for gpu in there if Gpu(gpu.number, gpu.uuid).answers_to(name)]
 
 
 @dataclass(frozen=True)

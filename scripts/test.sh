@@ -19,7 +19,7 @@ arguments=()
 for argument in "$@"; do
     case $argument in
         --slow) heavy="slow and not nightly" ;;
-        --all) heavy="slow or nightly" extras=run,dev,wandb,tensorboard,trackio,reasoning-gym ;;
+        --all) heavy="slow or nightly" extras=run,dev,wandb,reasoning-gym ;;
         *) arguments+=("$argument") ;;
     esac
 done

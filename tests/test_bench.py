@@ -24,6 +24,7 @@ NEEDS_VLLM = pytest.mark.skipif(
 
 PARTS = {
     *(
+        "calibrate_cheats",
         "cheat_book",
         "cheat_world",
         "cheats_measure",
@@ -81,7 +82,7 @@ def bench(name: str, report: Path, *args: str, timeout: int = 280) -> dict[str, 
 
 
 QUICK = {
-    **dict.fromkeys(("audit", "boundaries", "cheats", "demo", "environments"), ()),
+    **dict.fromkeys(("audit", "boundaries", "calibrate", "cheats", "demo", "environments"), ()),
     **dict.fromkeys(("gpu_ranks", "help", "run", "update"), ()),
     "codec": ("--synthetic",),
     "floods": ("--keys", "20", "--seconds", "4"),

@@ -45,7 +45,7 @@ from ..inference.engine import Engine
 from ..inference.numerics import check_exact, check_kept, check_quantization, check_routes
 from ..models import base_weights
 from ..ops.control import PeerRow, Status
-from ..ops.monitors import MonitoredRun, Monitors, configured, group_of
+from ..ops.monitors import MonitoredRun, WandbMonitor, group_of
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
 from ..p2p.rpc import Refused, receive
@@ -78,7 +78,7 @@ MONITORED_EVERY_S = 30.0
 PUBLIC_OF_NODE = {
     "engine": {"type", "dtype", "device", "tp", "pp", "dp", "max_batch", "max_model_len"}
 }
-"""Keys of a worker's config that its monitors get."""
+"""Keys of a worker's config that its monitor gets."""
 MAX_WORDS = 400
 """Longest text of a node's `waits_for`, characters."""
 FETCHING_BASE = "fetching the base weights"
@@ -239,8 +239,9 @@ class PeerNode(Node):
 
     @asynccontextmanager
     async def _monitored(self, documents: RunDocuments) -> AsyncGenerator[None]:
-        """Log to this node's monitors what its status says, and once more at the end. Raises StorageError."""
-        if not configured(self._config.monitors):
+        """Log to this node's monitor what its status says, and once more at the end."""
+        section = self._config.monitors.wandb
+        if section is None:
             yield
             return
         run_id, node = documents.run_id, self.key.node_id
@@ -251,27 +252,26 @@ class PeerNode(Node):
             group=group_of(documents.manifest.name, run_id),
             directory=str(self.data_dir.absolute()),
             config=self._config.model_dump(mode="json", include=PUBLIC_OF_NODE),
-            resumed=True,
         )
-        monitors = await asyncio.to_thread(Monitors, self._config.monitors, run)
+        monitor = WandbMonitor(section, run)
 
         async def log() -> None:
             status = await self._status()
             if status.version >= 0:
-                monitors.log(status.version, node_metrics(status))
+                monitor.log(status.version, node_metrics(status))
 
         async def keep_logging() -> None:
             while True:
                 await asyncio.sleep(MONITORED_EVERY_S)
                 await log()
 
-        task = asyncio.create_task(keep_logging(), name="monitors")
+        task = asyncio.create_task(keep_logging(), name="monitor")
         try:
             yield
         finally:
             await end_tasks(task)
             await log()
-            await asyncio.to_thread(monitors.close)
+            await asyncio.to_thread(monitor.close)
 
     async def _find_base(self, services: NodeServices, run: RunManifest) -> list[ChunkRef]:
         """Return the chunks of the base model of an adapter run, and keep them; of another run none."""
@@ -596,7 +596,7 @@ class PeerNode(Node):
 
 
 def node_metrics(status: Status) -> dict[str, object]:
-    """Name the figures of a worker's or validator's status as monitors show them."""
+    """Name the figures of a worker's or validator's status as a monitor shows them."""
     engine = msgspec.structs.asdict(status.engine) if status.engine else {}
     return {
         "rollouts/accepted": status.accepted,

@@ -37,7 +37,7 @@ from ..memory_plan.stages import cut_model
 from ..models import base_weights
 from ..ops.control import PeerRow, Status
 from ..ops.metrics import MetricsLog, PhaseClock
-from ..ops.monitors import Monitors, group_of
+from ..ops.monitors import WandbMonitor, group_of
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
 from ..reports import summary
@@ -352,8 +352,8 @@ class TrainerNode(IssuingNode):
     ) -> None:
         """Open what outlives the ranks of a learner, and train."""
         group = group_of(documents.manifest.name, documents.run_id)
-        monitors = await asyncio.to_thread(Monitors.of_run, self._config, group=group)
-        metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitors)
+        monitor = await asyncio.to_thread(WandbMonitor.of_run, self._config, group=group)
+        metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitor)
         async with AsyncExitStack() as cleanup:
             cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
             cleanup.push_async_callback(self._close_backend)

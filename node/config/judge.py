@@ -53,13 +53,13 @@ class JudgeRunConfig(NodeConfig):
     @model_validator(mode="after")
     def _knows_honest_noise(self) -> Self:
         told = self.verification
-        fixed = told.calibration is not None or told.bounds == "built-in"
-        if self.engine.dtype == "float32" or fixed or told.references or told.numerics == "exact":
+        fixed = told.bounds == "built-in" or told.numerics == "exact"
+        if self.engine.dtype == "float32" or fixed or told.references:
             return self
         raise ValueError(
             "in bfloat16 a judge has to know honest noise, or a worker could turn a yes that is a little "
             "likelier than a no: set verification.references to the id of a worker of yours (`primerl-node id "
-            "--data-dir D` shows it) or verification.calibration, or leave engine.dtype at float32"
+            "--data-dir D` shows it), or leave engine.dtype at float32"
         )
 
     @model_validator(mode="after")

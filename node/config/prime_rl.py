@@ -22,412 +22,13 @@ from .run import OnlineSamplingConfig, RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
 
-TABLE = """
-# The run
-max_steps, run.name, output_dir, clean, seed | =
-seq_len | training.seq_len, engine.max_model_len | each
-model.name | model.name
-model.vlm.* | - | | models are trained on text alone
-model.trust_remote_code | - | off false | code that comes with a model is never run
-tokenizer.* | - | | tokenizer and chat template are the model's own
-run.dir | - | | a run is in output_dir/name
-log.level | log.level | map trace=debug success=info warn=warning critical=error *
-log.json_logging | log.json_lines
-log.* | . | | one log file a node, and one line a step
-ckpt | . | | checkpoints are always written
-ckpt.interval, .keep_last, .keep_interval | checkpoint.= | | without both keep_ all are kept: keep_interval and
-    weights_interval are the interval
-ckpt.output_dir | - | | checkpoints are in output_dir/name
-ckpt.skip_* | - | off false | a checkpoint is whole, and read whole
-ckpt.* | . | | adapters are always exported by themselves; checkpoint.weights_interval exports weights
-resume | resume | section
-resume.step | resume.step | resume_step | -1 is the newest: `resume = true`
-resume.dir | resume.dir
-monitors.wandb | monitors.wandb | section
-monitors.wandb.project, .entity, .name, .group, .tags, .offline | monitors.wandb.=
-monitors.wandb.* | - | | metrics go there; samples are read by `primerl-node rollouts`
-monitors.prime, monitors.prime.* | - | | nearest: monitors.wandb, .tensorboard or .trackio
-monitors.file, .file.* | . | | metrics.jsonl is always written
-heartbeat.*, metrics_server.* | - | | ask `primerl-node status --json`
-weight_broadcast.* | . | | nodes fetch signed deltas from each other: no shared disk
-rollout_transport.* | . | | workers send signed rollouts to the trainer
-slurm.* | - | | job scripts to edit are in scripts/slurm
-env_vars | - | table off null {} | set variables in the shell that starts the node
-max_concurrent_runs | - | | a trainer has one run: start another trainer
-dry_run | . | | say --dry-run
-dashboard | . | | there is a live view
-# GPUs | deployment
-type | | raw deployment | `rl` on one node; `train`, and `join` on the others, on several
-num_train_gpus | launch.trainer_gpus | raw train_gpus | 1 and 1 are left out; `sft`: training.fsdp.ranks
-num_infer_gpus | launch.inference_gpus | raw infer_gpus
-gpus_per_node | training.fsdp.ranks | raw gpus_per_node
-num_train_nodes | ~ training.fsdp.nodes | raw train_nodes | set training.fsdp.rendezvous, too
-num_infer_nodes, num_infer_replicas | - | | start `primerl-node join` on each inference node
-nodes_per_fsdp_group | training.fsdp.replicas | raw nodes_per_group | num_train_nodes / nodes_per_fsdp_group
-num_gpus | . | | engine.tp x engine.dp, counted by itself
-* | - | | prefill and decode in two engines would take a new version at different moments
-trainer_gpu_ids | launch.trainer_gpus | gpu_names
-inference_gpu_ids | launch.inference_gpus | gpu_names
-# Trainer | trainer
-model.seq_len, optim.lr, scheduler.warmup_steps | training.=
-optim.weight_decay | training.weight_decay | weight_decay | "auto": 0 in a run, 0.01 in `sft`
-optim.max_norm | training.max_norm | table norm | None is 1e9, a norm that no gradient has
-model.ac | training.activation_checkpointing | table checkpointing | prime-rl's default is full, ours none
-model.ac_offloading | - | table off null | nearest: training.activation_checkpointing
-model.compile | training.compile | table switch
-model.compile.fullgraph, .mode | . | | of one section: torch's default mode
-model.ac.mode, .freq, .targets | . | | of one section: every layer
-model.fsdp_cpu_offload | - | off false | nearest: training.optimizer_offload
-model.optim_cpu_offload | training.optimizer_offload
-model.full_offload | ~ training.optimizer_offload | table raw full_offload | the moments alone leave the GPU
-model.ac_offloading.*, model.full_offload.* | . | | of one section
-model.reshard_after_forward | training.fsdp.reshard_after_forward
-model.dp_replicate | training.fsdp.replicas
-model.ep | training.expert_parallel | raw ep | all ranks share the experts, or none
-model.cp | training.context_parallel
-model.cp_style | . | | heads are divided among ranks (ulysses)
-model.impl | . | | layers are transformers' own, attention and head ours
-model.attn | . | | the fastest kernel that agrees with plain attention
-model.optimization_dtype | - | off "float32" | masters and moments are always fp32
-model.reduce_dtype | - | off "float32" | gradients are added in fp32
-model.fused_lm_head_token_chunk_size | training.head_chunk | head_chunk
-model.freeze_moe_router | training.freeze_router
-model.moe_* | . | | transformers' grouped matrix products
-model.moe.compute.type | - | off "bf16" | trained in bfloat16 or float32
-model.moe.*, model.fusions.* | . | | transformers' grouped matrix products
-model.ep_comm_backend | . | | torch's
-model.deepep_* | . | | torch's all-to-all, without DeepEP
-model.conversion_dir | . | | nothing is converted
-model.quantization.* | - | | trained in bfloat16 or float32
-model.fp8 | - | off false | trained in bfloat16 or float32
-model.index_cache.* | - | | sparse attention is not trained
-model.debug.* | - | off null false | nearest: [model.create], a small model made here
-model.lora | training.lora | section
-model.lora.rank, .alpha | training.lora.=
-model.lora.target_modules | training.lora.target_modules | lora_modules
-model.lora.dropout | - | off 0 0.0 | adapters drop nothing
-model.lora.modules_to_save | - | off [] | adapters alone are trained
-loss.type | training.loss.type | raw loss_type | default, ipo, icepop, ppo, cispo, custom, sft; none is dppo_kl,
-    from 0.9 on ipo without a pull
-loss.dppo_mask_low, .dppo_mask_high, .adv_tau, .kl_tau, .ipo_threshold | training.loss.=
-loss.eps | training.loss.ipo_threshold
-loss.ratio_low | training.loss.rejection_low | raw ratio_low | icepop; ppo: 1 - clip_low; cispo: importance_min
-loss.ratio_high | training.loss.rejection_high | raw ratio_high | icepop; ppo: 1 + clip_high; cispo:
-    importance_max
-loss.max_importance_ratio | training.loss.clip_ratio_max | raw ratio_max | of ppo; elsewhere a ratio beyond e^20
-    has no weight
-loss.score_centering | - | off false | logprobs are corrected by ratios alone
-loss.import_path | training.loss.custom | import_path
-loss.kwargs | training.loss.custom_args | table
-loss.* | - | | see docs/algorithms.md for the options that there are
-optim.type | training.optimizer | map adamw=adamw muon=muon | the optimizers are adamw and muon
-optim.betas1 | training.betas | raw beta1
-optim.betas2 | training.betas | raw beta2
-optim.mu | training.muon_momentum
-optim.* | - | | of sgd: the optimizers are adamw and muon
-scheduler.type | training.scheduler
-scheduler.min_lr | training.min_lr_ratio | raw min_lr | min_lr / lr
-scheduler.decay_steps | training.scheduler | raw decay_steps | of linear: the rate falls from the warm-up to
-    max_steps, and not in the last decay_steps (10)
-data.fake.* | - | | no fake batches: `python scripts/bench/trainer.py`
-dist_timeout_seconds | training.fsdp.timeout_s
-enable_router_replay | training.=
-enable_token_export | - | off false | nearest: rollouts.keep, `primerl-node rollouts`
-matmul_precision | . | | TF32 where a GPU has it
-gc.* | . | | Python's own
-memory_profiler_path | - | | `primerl-node doctor` plans the memory
-trace_path | - | | no profiler is attached
-# Orchestrator | orchestrator
-batch_size | rollouts.groups_per_batch | raw batch_size | batch_size / group_size, rounded up
-constant_trainer_batch_size | ~ training.curriculum.gates | raw constant_batch | true from 0.9 on: other groups
-    are generated for those of equal rewards; single samples are not replaced
-train.select.* | - | off null 0 false [] | all tasks are trained, in the order of the taskset
-train.env.*, eval.env.* | - | | nearest: [environment]
-token_batch_size | - | | a batch is counted in groups
-group_size, max_off_policy_steps | rollouts.=
-max_async_level | ~ rollouts.max_off_policy_steps | | it bounds the age of a rollout when it is trained
-seq_len | engine.max_model_len
-concurrency.initial_inflight, .min_inflight, .max_inflight | . | | each worker measures how many sequences its
-    engine holds; engine.max_batch bounds them
-oversampling_factor | - | | workers run ahead as far as they are fast
-tasks_per_minute | - | | no task is held back
-algo.type | training.advantage, training.loss.type | algorithm | grpo, max_rl, rae, hierarchical_grpo; opd and
-    opsd are reverse_kl
-algo.demo_key | - | off "answer" | a hint shows the `answer` of the task's data
-algo.template | training.loss.hint
-algo.decay | training.rae_decay
-algo.episode_agents | training.episode_agents
-algo.length_penalty.type | training.advantage | raw length_penalty | linear is grpo_length
-algo.length_penalty.num_output_tokens_weight, .num_input_tokens_weight, .num_turns_weight |
-    training.length_penalty.=
-algo.teacher.name, .model.name | training.loss.endpoint.model
-algo.teacher.base_url, .client.base_url | training.loss.endpoint.url | only_one
-algo.teacher.* | - | | see training.loss.endpoint
-algo.roles.system.alpha, algo.roles.user.alpha, algo.roles.assistant.alpha, algo.roles.tool.alpha |
-    ~ training.loss.echo_alpha | raw echo_alpha | of all tokens of the environment, whatever their role
-algo.length_weighted_baseline | - | off false | the baseline is the mean over rollouts
-algo.loss_aggregation | - | off "token" | losses are means over tokens
-algo.sampling.* | - | off "policy" | rollouts are always the policy's own
-algo.* | - | | of an algorithm that is not here (docs/algorithms.md)
-advantage.* | - | off false | see docs/algorithms.md
-train.filter_zero_advantages | training.filter_zero_advantages
-filters | training.filter_zero_advantages | filters | zero_advantage; there is no other filter
-buffer.online_difficulty_filtering | training.filter_zero_advantages
-buffer.* | - | | tasks are leased in order; only groups without a signal are left out
-train.sampling.temperature | sampling.temperature
-train.sampling.max_completion_tokens | sampling.max_tokens | raw max_tokens | default: what a prompt leaves
-train.sampling.top_p, .extra_body.top_p | sampling.top_p
-train.sampling.top_k, .extra_body.top_k | sampling.top_k | top_k
-train.sampling.extra_body.chat_template_kwargs | environment.chat_template_kwargs |
-    table raw chat_template_kwargs | of every environment
-train.sampling.stop, .extra_body.stop | environment.stop | raw stop | of every environment
-train.sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
-renderer.name | . | | prompts are made by the model's chat template
-renderer.* | - | | prompts are made by the model's chat template
-eval.interval, val.interval | evaluation.= | | none: 100, where there are environments to evaluate
-eval.num_examples, .select.limit | evaluation.environments[].prompts | raw prompts | -1, or none: all
-eval.select.* | - | off null 0 false [] | the first tasks, in the order of the taskset
-eval.skip_first_step, .retrigger_on_resume | - | off false | the first version and the last are always evaluated
-eval.group_size | evaluation.environments[].samples | raw samples
-eval.sampling.temperature | evaluation.environments[].sampling.temperature | raw eval_temperature | none: the
-    run's; there the engine's default
-eval.sampling.max_completion_tokens | evaluation.environments[].sampling.max_tokens | raw eval_max_tokens
-eval.sampling.top_p | evaluation.environments[].sampling.top_p | raw eval_top_p
-eval.sampling.top_k | evaluation.environments[].sampling.top_k | raw eval_top_k
-eval.sampling.extra_body.chat_template_kwargs | evaluation.environments[].chat_template_kwargs |
-    table raw eval_chat_template_kwargs | of every environment
-eval.sampling.stop, .extra_body.stop | evaluation.environments[].stop | raw eval_stop | of every environment
-eval.sampling.* | - | | evaluations beside training have temperature, max_tokens, top_p and top_k
-eval.* | - | | the first version and the last are always evaluated
-val.num_examples | evaluation.prompts
-val.* | - | | see evaluation
-model.lora.name | . | | adapters have no name
-model.lora.* | - | | one run has one adapter: [training.lora]
-client.* | . | | workers dial the trainer, by its ticket
-env_server_base_port | . | | each node has its own environment
-collect_inference_metrics, inference_metrics_roles | . | | workers report by themselves
-num_train_workers, pad_to_multiple_of | . | | packing is the trainer's
-use_token_client | . | | requests are always tokens
-trajectory_strategy | . | | a broken prefix starts a new sample
-pool_size | . | | an environment has one process
-# Environments (`[[orchestrator.train.source]]`, `[[orchestrator.eval.source]]`) | source
-env.taskset.id | environment.id | | without owner and `-v1` (docs/environments.md)
-env.taskset.* | environment.args
-name | environments[].name, evaluation.environments[].name
-ratio | environments[].ratio | | of several
-group_size | rollouts.group_size, environments[].group_size, evaluation.environments[].samples
-num_examples, select.limit | evaluation.environments[].prompts
-select.* | - | off null 0 false [] | the tasks in the order of the taskset
-interval | evaluation.environments[].interval
-min_abs_advantage | - | off 0 0.0 | nearest: training.curriculum.gates, for whole groups
-sampler.type | | off "standard" | of a run: training.curriculum.sampler, whose difficulty_pool needs num_tasks
-sampler.* | - | | of a run: training.curriculum.sampler
-curriculum | training.curriculum.gates | gate | one for all environments; a difficulty_pool needs num_tasks
-algo.* | environments[].advantage, environments[].loss, environments[].length_penalty | | a teacher of its own
-    has a base_url
-sampling.temperature | environments[].sampling.temperature, evaluation.environments[].sampling.temperature
-sampling.max_completion_tokens |
-    environments[].sampling.max_tokens, evaluation.environments[].sampling.max_tokens
-sampling.top_p, .extra_body.top_p | environments[].sampling.top_p, evaluation.environments[].sampling.top_p
-sampling.top_k, .extra_body.top_k | environments[].sampling.top_k, evaluation.environments[].sampling.top_k
-sampling.extra_body.chat_template_kwargs |
-    environments[].chat_template_kwargs, evaluation.environments[].chat_template_kwargs
-sampling.stop, .extra_body.stop | environments[].stop, evaluation.environments[].stop
-sampling.extra_body.return_token_ids | . | | requests are always tokens
-sampling.* | - | off 0 0.0 1.0 | audits repeat temperature, top_p and top_k alone
-env.AGENT.harness.id | | off "null" | null alone: no agent of its own runs beside the model
-env.AGENT.runtime.type | | off "subprocess" | subprocess alone: nodes start no containers
-env.AGENT.timeout.* | - | | nearest: environment.timeout_s, for the environment's own code between two turns
-env.AGENT.harness.*, env.AGENT.retries.*, env.AGENT.network_notice | . | | of an agent's own program
-env.timeout.*, env.retries.*, env.interception.* | . | | a failed rollout is leased again
-env.AGENT.* | - | | no agent of its own runs beside the model
-* | - | | environments run in a process of each node (docs/environments.md)
-# Inference | inference
-vllm.max_model_len | engine.max_model_len | raw max_model_len
-vllm.tensor_parallel_size | engine.tp
-vllm.pipeline_parallel_size | engine.pp
-vllm.data_parallel_size | engine.dp
-vllm.data_parallel_* | . | | engines have no ports between them
-vllm.max_num_seqs | engine.max_batch
-vllm.dtype | engine.dtype | map auto=bfloat16 bfloat16=bfloat16 float32=float32 | bfloat16 (auto) or float32
-vllm.api_server_count | . | | requests come from the node itself
-vllm.seed | . | | the lease's seed fixes each token
-vllm.enable_lora, .max_lora*, .max_cpu_loras, .lora_target_modules | . | | adapters are merged into the engine's
-    weights
-vllm.tool_call_parser | api.tool_call_parser | | of `inference`; a run: environment.tool_call_parser
-vllm.reasoning_parser | api.reasoning_parser | | of `inference`; a run keeps thoughts as text
-vllm.enable_auto_tool_choice | . | | see api.tool_call_parser
-vllm.trust_remote_code | - | off false | code that comes with a model is never run
-vllm.chat_template | - | | the model's own is used
-vllm.quantization | engine.quantization | map None=none fp8=fp8 | others would fail every audit
-vllm.enable_eplb | - | off false | experts stay where an update finds them
-vllm.enable_dbo, use_deep_gemm, enable_fp32_lm_head, enable_fp32_router_logits | - | off false | other numbers
-    would fail every audit
-vllm.enable_return_routed_experts | . | | training.enable_router_replay switches it on in every worker
-vllm.rope_scaling | - | | the run's model decides that
-vllm.* | engine.vllm.* | | all other arguments of vLLM's engine
-deployment.type | - | off "single_node" | start `primerl-node join` on each node
-deployment.gpus_per_node | . | | engine.tp x engine.dp
-deployment.* | - | | start `primerl-node join` on each node; no engine is split in prefill and decode
-server.host, .port | api.=
-server.* | . | | the node watches its engine
-router.* | . | | leases go to workers that have room; `inference` has one engine
-backend_port | . | | engines listen on no port
-kv_cache_offload.* | - | | nearest: engine.vllm.kv_offloading_backend = "native"
-use_pd_kv_transfer | . | | no engine is split in prefill and decode
-# Supervised fine-tuning (`sft`)
-data.name | data.hub | | or data.files, where it is a path
-data.subsets | data.subset | only_one
-data.splits | data.split | only_one
-data.batch_size, .seed | =
-data.seq_len | training.seq_len
-data.shuffle | data.shuffle
-data.type | | off "sft" | sft alone: no fake data, give data.files
-data.length, .input_ids | - | | no fake data: give data.files
-data.columns.* | - | | rename the columns: messages, prompt, completion, tools
-data.fake.* | - | | no fake data: give data.files
-data.probabilities, .stopping_strategy | - | | one data set
-data.micro_batch_size, .pack_function | . | | rows are packed into training.seq_len
-data.num_workers | . | | rows are read beside the steps
-data.loss_mask | data.loss_roles | table roles
-data.loss_mask.system, .user, .assistant, .tool | . | | of one section
-renderer.name | data.renderer | map default=template *
-renderer.* | - | | the renderer's own defaults
-val.interval | validation.interval
-val.data.splits | validation.split | only_one
-val.* | - | | nearest: validation.files, .split or .fraction
-eval.* | - | | measure its weights afterwards: `primerl-node eval`
-# Evaluation (`evals`) | evals
-model, model.name | endpoints[].model
-client.base_url | endpoints[].url | raw urls | one address
-client.api_key_var | endpoints[].key_variable
-client.extra_body.*, sampling.extra_body.* | endpoints[].options.*
-sampling.reasoning_effort | endpoints[].options.reasoning_effort
-concurrency.max_inflight | endpoints[].concurrency
-sampling.temperature, .top_p, .top_k | sampling.=
-sampling.max_completion_tokens | sampling.max_tokens
-num_examples, select.limit | environments[].prompts | raw prompts | -1, or none: all
-select.* | - | off null 0 false [] | the first tasks, in the order of the taskset
-interval, skip_first_step, retrigger_on_resume, env_server_base_port | . | | one evaluation: `--again` for more
-online, online.* | - | | those of a run: `primerl-node eval --weights-dir`, or [evaluation] beside training
-group_size | environments[].samples | raw samples
-client.*, sampling.*, concurrency.*, tasks_per_minute | - | | see `primerl-node eval --help`
-max_steps | . | | an evaluation has no steps
-# Of 2025, trainer (`src/zeroband/train.py`) | train_2025
-model.name | model.name
-optim.batch_size | rollouts.groups_per_batch | raw batch_size
-optim.step_per_rollout | - | | one step a batch, made while others are trained: rollouts.max_off_policy_steps
-optim.optim.lr, .weight_decay, optim.warmup_steps | training.=
-optim.optim.betas1 | training.betas | raw beta1
-optim.optim.betas2 | training.betas | raw beta2
-optim.grad_norm_clip | training.max_norm
-optim.total_steps, stop_after_steps | max_steps
-max_async_level | rollouts.max_off_policy_steps
-train.micro_bs, collate_mode | . | | rows are packed into training.seq_len
-train.ac_ckpt | training.activation_checkpointing | checkpointing
-train.reshard_after_forward | training.fsdp.reshard_after_forward
-train.torch_compile | training.compile
-train.* | . | | layers are transformers' own, attention and head ours
-data.seq_length | training.seq_len, engine.max_model_len | each
-data.ignore_zero_advantages | training.filter_zero_advantages
-data.fake | - | off false | no fake batches: `python scripts/bench/trainer.py`
-data.* | . | | workers send signed rollouts to the trainer
-ckpt.* | . | | checkpoints are always written, weights travel by themselves
-normalize_batch_to_token_count | . | | losses are means over tokens
-recompute_logprobs | . | | workers' logprobs are proved
-grpo.off_policy.type | training.loss.type | map clip=grpo_two_sided ratio=reinforce | others: docs/algorithms.md
-grpo.off_policy.epsilon_low | training.loss.clip_low
-grpo.off_policy.epsilon_high | training.loss.clip_high
-grpo.off_policy.clip_ratio | training.loss.clip_ratio_max
-grpo.kl_coef | training.loss.ref_kl_tau
-grpo.* | - | off 0 | there is no bonus for entropy
-monitor.*, project | - | | metrics are in outputs/NAME/metrics.jsonl alone
-wandb | . | | metrics are in outputs/NAME/metrics.jsonl alone
-# Of 2025, worker (`src/zeroband/infer.py`) | infer_2025
-model.name | model.name
-model.max_model_len | engine.max_model_len | raw max_model_len
-model.enforce_eager | engine.vllm.enforce_eager
-model.* | - | | prompts are made by the model's chat template
-data.name | environment.id, environment.args | raw dataset | or math-env with its columns
-data.difficulty_filtering.solve_rate_field | environment.args.difficulty_key
-data.difficulty_filtering.min_solve_rate | environment.args.min_avg_reward
-data.difficulty_filtering.max_solve_rate | environment.args.max_avg_reward
-data.*, max_samples | - | | the whole data set is asked
-rewards.len_reward | environment.args.len_reward | table
-rewards.* | - | off true | rewards are computed, and again by the trainer
-max_batch_size | engine.max_batch
-batch_size | - | | the engine decides: engine.max_batch bounds it
-sampling.n | rollouts.group_size
-sampling.temperature | sampling.temperature
-sampling.max_tokens | sampling.max_tokens | raw max_tokens
-sampling.* | - | off 0 1.0 -1 | the seed of a lease fixes each token: temperature alone is free
-parallel.tp, .dp | engine.=
-parallel.pp.* | - | | a worker's own: `primerl-node join --pp.rank`
-max_steps | max_steps | each
-toploc.*, toploc | . | | every rollout is proved (docs/proofs.md)
-rl.*, rl | . | | weights travel by themselves
-rollout_path, clean_rollout_path, output_path | . | | workers send signed rollouts to the trainer
-syn2 | - | | rollouts without a trainer are not made
-use_tqdm | . | | there is a live view
-monitor.* | - | | metrics are in outputs/NAME/metrics.jsonl alone
-"""
-"""Table of prime-rl's keys | our keys | conversion | remark; indented lines continue the one before.
+TABLE, OTHER_NAMES = (
+    re.sub(r"^;.*\n", "", Path(__file__).with_name(name).read_text("utf-8"), flags=re.M)
+    for name in ("prime_rl_keys.txt", "prime_rl_names.txt")
+)
+"""Keys of prime-rl's configs and ours; other names of prime-rl's keys."""
 
-A heading gives the section of the keys below it. A key with a leading dot shares the prefix of the one before;
-`.*` matches all keys below without a line of their own. Our key is `-` if there is no counterpart, `.` if none
-is needed, and begins with `~` if the nearest one behaves differently; `=` is the last part of prime-rl's key.
-For the third column see _reader().
-"""
-
-OTHER_NAMES = """
-trainer_gpu_ids, inference_gpu_ids | deployment.=
-clean_output_dir | clean
-ckpt.resume_step | resume.step
-wandb.* | monitors.wandb.*
-orchestrator.prime_monitor.* | monitors.prime.*
-orchestrator.prime_monitor | monitors.prime
-max_async_level, trainer.max_async_level | orchestrator.=
-orchestrator.rollouts_per_example, .train.group_size | orchestrator.group_size
-orchestrator.train.algo.* | orchestrator.algo.*
-orchestrator.max_inflight_episodes, .max_inflight_rollouts, .max_concurrent |
-    orchestrator.concurrency.max_inflight
-orchestrator.sampling.max_tokens | orchestrator.train.sampling.max_completion_tokens
-orchestrator.sampling.* | orchestrator.train.sampling.*
-orchestrator.eval.rollouts_per_example | orchestrator.eval.group_size
-orchestrator.advantage.type | orchestrator.algo.type
-orchestrator.training_mode | orchestrator.algo.type
-orchestrator.teacher.model.name | orchestrator.algo.teacher.name
-orchestrator.teacher.* | orchestrator.algo.teacher.*
-orchestrator.teacher_rollout_model.* | orchestrator.algo.sampling.source.*
-orchestrator.post_batch_filters, .pre_batch_filters | orchestrator.filters
-orchestrator.student.model.name | orchestrator.model.name
-orchestrator.model.client.* | orchestrator.client.*
-orchestrator.lora_name | orchestrator.model.lora.name
-orchestrator.optim.lr | trainer.optim.lr
-inference.vllm.model, .name | model.name
-inference.model.model, .name | model.name
-inference.vllm_extra.*, inference.model.* | inference.vllm.*
-inference.parallel.tp | inference.vllm.tensor_parallel_size
-inference.parallel.dp | inference.vllm.data_parallel_size
-inference.api_server_count, .dtype, .enable_dbo, .enable_eplb, .enable_expert_parallel, .enable_lora,
-    .enable_prefix_caching, .enable_return_routed_experts, .gpu_memory_utilization, .max_lora_rank, .max_loras,
-    .quantization, .seed | inference.vllm.=
-train_2025.model_name | train_2025.model.name
-infer_2025.model_name | infer_2025.model.name
-infer_2025.max_model_len, .enforce_eager | infer_2025.model.=
-infer_2025.dataset | infer_2025.data.name
-infer_2025.difficulty_filtering.* | infer_2025.data.difficulty_filtering.*
-infer_2025.len_reward | infer_2025.rewards.len_reward
-infer_2025.tp, .dp | infer_2025.parallel.=
-evals.max_concurrent | evals.concurrency.max_inflight
-evals.rollouts_per_example | evals.group_size
-evals.sampling.max_tokens | evals.sampling.max_completion_tokens
-"""
-"""Key of an older release, or of 0.9 and later | key of TABLE, in its notation."""
-
-Component = Literal[
-    "rl", "trainer", "orchestrator", "inference", "sft", "evals", "train_2025", "infer_2025"
-]
+Component = Literal["rl", "trainer", "orchestrator", "inference", "sft", "evals"]
 Kind = Literal["same", "differs", "needless", "missing"]
 COMMANDS: Mapping[str, type[BaseConfig]] = {
     "rl": RunConfig,
@@ -723,8 +324,6 @@ LEARNER = frozenset(
 """Sections of sft.toml that belong to the trainer."""
 SIGNS: Sequence[tuple[Component, str]] = (
     ("rl", "trainer orchestrator"),
-    ("train_2025", "train.micro_bs train.ac_ckpt optim.optim optim.step_per_rollout"),
-    ("infer_2025", "max_batch_size rewards syn2 toploc clean_rollout_path rollout_path rl dataset"),
     ("orchestrator", "train buffer max_off_policy_steps"),
     ("evals", "num_examples source select"),
     ("orchestrator", "batch_size group_size rollouts_per_example"),
@@ -738,7 +337,7 @@ NEWER = re.compile(
 )
 OLDER = re.compile(
     r"orchestrator\.(algo|group_size|rollouts_per_example|sampling|advantage|token_batch_size|eval\.num_examples"
-    r"|train\.filter_zero_advantages)\b|(train|infer)_2025"
+    r"|train\.filter_zero_advantages)\b"
     r"|trainer\.(loss\.(dppo_mask_low|dppo_mask_high|kl_tau|ipo_threshold)|model\.impl)\b"
 )
 """Keys that prime-rl has only after 0.8, and only up to it: its defaults changed in between."""
@@ -747,7 +346,6 @@ OLDER_OF_SOURCE = frozenset({"num_examples", "curriculum", "rollouts_per_example
 """The same of an environment."""
 LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "max_async_level+sampling"),
-    ("infer_2025", "sampling"),
     (
         "trainer",
         """optim scheduler loss data max_concurrent_runs dist_timeout_seconds model.seq_len model.ac
@@ -809,7 +407,6 @@ def _command(kinds: set[Component]) -> str:
         ({"rl", "trainer", "orchestrator", "inference"}, "rl"),
         ({"sft"}, "sft"),
         ({"evals", "inference"}, "eval"),
-        ({"train_2025", "infer_2025"}, "rl"),
     )
     for group, command in sets:
         if kinds <= group:
@@ -932,20 +529,6 @@ RENAMED_OPTIONS = {"split": "dataset_split"}
 """Option of an environment's latest release -> the same one here."""
 NEAREST = {"wordle": "word-game", "gsm8k": "math-env with dataset_name openai/gsm8k"}
 """Environments of prime-rl -> similar bundled ones."""
-GENESYS = {
-    "justus27/math-hendrycks-genesys-format": "simple-math",
-    "PrimeIntellect/INTELLECT-2-only-math": "intellect-math",
-}
-"""Data sets of 2025 -> bundled environments that read them. The one with target lengths is equivalent only if
-the config sets some."""
-GENESYS_COLUMNS = {
-    "question_key": "prompt",
-    "answer_key": "verification_info.ground_truth",
-    "instruction_prompt": "",
-}
-"""Columns of the data sets of 2025."""
-
-
 OF_ENVIRONMENT = frozenset({"taskset", "timeout", "retries", "interception"})
 """Tables of a source's `env` that are no agents."""
 
@@ -1060,7 +643,7 @@ class _Conversion:
         if rule is None:
             program = name.removesuffix(shown)  # before the keys of a file of one program
             known = [key.removeprefix(program) for key in RULES if key.startswith(program)]
-            guess = nearest(shown, [key for key in known if key[-1] != "*" and "_2025." not in key])
+            guess = nearest(shown, [key for key in known if key[-1] != "*"])
             hint = f": did you mean {guess}?" if guess else ""
             self._note("missing", shown, value, f"not a known key of prime-rl{hint}")
         elif value is not None or rule.whole:
@@ -1171,8 +754,6 @@ class _Conversion:
                 self._ours[f"environment.{key}"] = value
             if "group_size" in sources[0].values:
                 self._default("rollouts.group_size", sources[0].values["group_size"])
-        elif "dataset" in self._raw:
-            self._dataset(str(self._raw["dataset"]))
         elif "environment.id" not in self._ours:
             self._note("differs", "environment", None, "no environment is named: reverse-text")
         if played := self._sources(*EVALUATED):
@@ -1339,20 +920,6 @@ class _Conversion:
                 self._note("missing", f"{source.path}.{key}", value, why)
         return made
 
-    def _dataset(self, name: str) -> None:
-        """Convert the data set of a worker of 2025 to an environment."""
-        lengths = "environment.args.len_reward" in self._ours
-        bundled = GENESYS.get(name)
-        if bundled and lengths == (bundled == "intellect-math"):
-            self._ours["environment.id"] = bundled
-        elif "math" in name:
-            self._ours["environment.id"] = "math-env"
-            self._ours["environment.args"] = {"dataset_name": name, **GENESYS_COLUMNS}
-        else:
-            slug = re.sub(r"[^a-z0-9]+", "-", name.rpartition("/")[2].lower()).strip("-")
-            self._ours["environment.id"] = slug
-            self._note("missing", "data.name", name, f"no environment scores it: write {slug}")
-
     # -- conversions of several keys ---------------------------------------------------------------
 
     def _finish_run(self) -> None:
@@ -1361,11 +928,6 @@ class _Conversion:
         self._default("engine.type", "vllm")
         self._default("engine.dtype", "bfloat16")
         self._default("evaluation.prompts", 0)  # before and after, which prime-rl does not
-        if {"train_2025", "infer_2025"} & set(self._trees):
-            self._default("training.advantage", "grpo_std")
-            self._default("training.loss.type", "grpo_two_sided")
-            self._default("training.lr", 4e-4 if "train_2025" in self._trees else 1e-6)
-            self._default("rollouts.group_size", 8)
         self._checkpoints()
         self._batch()
         self._lengths()

@@ -30,6 +30,8 @@ REMOVED = {
     "loss.m2_threshold": "second_moment keeps a mean of 0.04, as its paper: leave it out",
     "loss.sequence_clip_high": "clip_high is that of the sequence's ratio with type gspo: set it",
     "loss.sequence_clip_low": "clip_low is that of the sequence's ratio with type gspo: set it",
+    "monitors.tensorboard": "set monitors.wandb, or read metrics.jsonl, which is always written",
+    "monitors.trackio": "set monitors.wandb, or read metrics.jsonl, which is always written",
     "network.connect_timeout_s": "a connection may take 10 s: leave it out",
     "network.libp2p_port": "libp2p takes the TCP port of network.port: leave it out",
     "network.max_streams_per_peer": "32 requests of one peer are answered at a time: leave it out",
@@ -41,6 +43,7 @@ REMOVED = {
         "a ticket admits any number of nodes, or as `primerl-node ticket --uses` says: leave it out"
     ),
     "verification.audit_timeout_s": "an audit may take 120 s: leave it out",
+    "verification.calibration": "a run in bfloat16 measures its bounds of noise itself: remove it",
     "verification.false_bans": (
         "an honest worker is banned with a probability of 0.001 in the whole run: leave it out"
     ),

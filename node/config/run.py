@@ -422,12 +422,9 @@ class VerificationConfig(BaseConfig):
     """`exact`: workers and auditors run vLLM with batch-invariant kernels, in one release on devices of one
     family, and a rollout by any other weights or temperature is rejected; shown on CPUs and, at 0.6B and 4B,
     on an H100, see docs/proofs.md."""
-    calibration: Path | None = None
-    """File that `primerl-node calibrate` wrote for this model: its bounds of noise hold for the whole run."""
     bounds: Literal["auto", "built-in"] = "auto"
-    """Without a file: `auto` measures them in bfloat16, during the run, by the workers of `references`, and
-    takes the built-in ones in float32; `built-in` takes these in bfloat16, too, where they are unfair to
-    models of 4B."""
+    """`auto` measures them in bfloat16, during the run, by the workers of `references`, and takes the built-in
+    ones in float32; `built-in` takes these in bfloat16, too, where they are unfair to models of 4B."""
     references: list[str] = []
     """Node ids (hex) of workers of yours: honest noise is measured by their rollouts. Give one for each kind of
     engine and GPU that joins. `primerl-node rl` adds the workers that it starts."""
@@ -781,10 +778,6 @@ class RunConfig(NodeConfig, OwnRunConfig):
         if self.verification.numerics == "exact":
             if self.engine.type != "vllm" or self.verification.auditor == "hf":
                 raise ValueError(EXACT_NEEDS_VLLM)
-            if self.verification.calibration is not None:
-                raise ValueError(
-                    "verification.numerics exact has bounds of its own: leave verification.calibration out"
-                )
             if self.engine.quantization != "none":
                 raise ValueError(
                     "FP8 products may depend on the batch: leave engine.quantization out, or set "

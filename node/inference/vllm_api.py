@@ -9,7 +9,7 @@ The node in front of it (node/api/vllm_proxy.py) checks keys, hosts, sizes and r
 2. A reply names the first and the last policy version that drew one of its tokens: in the header
    X-Policy-Version, and as `policy_version` in its JSON object or in each event that ends a choice of a stream.
    A token that was drawn beyond a stop string counts, too.
-3. Only names that vLLM 0.25 to 0.33 share are used, apart from one import that has moved.
+3. Only names that vLLM 0.25.1 and 0.32 share are used, apart from one import that has moved.
 """
 
 import asyncio

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OLDEST, NEWEST = (0, 25, 1), (0, 33, 0)
-"""Supported releases: 0.25.1 was run on an H200, 0.32 on CPUs.
+RELEASES = ((0, 25, 1), (0, 32, 0))
+"""First patch releases that are supported, and with each the later ones of the same minor release.
 
-The others are known by their source.
+0.25.1 is the newest that torch 2.11 allows, and runs on GPUs; 0.32 is the newest of all, and runs on CPUs.
 """
-RANGE = "vLLM 0.25.1 to 0.33"
+SUPPORTED = "vLLM 0.25 from 0.25.1 on (torch 2.11), and 0.32 (torch 2.13)"
 NOT_INSTALLED = (
     "vLLM is not installed: run scripts/install_vllm_cpu.sh, or pip install vllm on a CUDA machine"
 )
@@ -58,150 +58,121 @@ NO_AUDITOR = (
 class RefusedArguments(NamedTuple):
     """Engine arguments that `engine.vllm` may not set, the reason, and an alternative."""
 
-    names: tuple[str, ...]
+    names: str
+    """Separated by spaces."""
     reason: str
     advice: str = "remove it"
 
 
 _MODEL = "the run's manifest names the model"
 _EXTENSION = "weights are replaced through this package's worker extension"
-_AUDITS = "it changes what is computed, so that honest work would fail every audit"
 _DRAWN = "this package's sampler draws each token, from the noise of its own position"
 _MOVED = "an update in place would miss weights that vLLM moves or copies while it runs"
 
 REFUSALS = (
     RefusedArguments(
-        ("tensor_parallel_size",), "it decides which GPU holds which weights", "set engine.tp"
+        "tensor_parallel_size", "it decides which GPU holds which weights", "set engine.tp"
     ),
     RefusedArguments(
-        ("pipeline_parallel_size",), "it decides which GPU holds which weights", "set engine.pp"
+        "pipeline_parallel_size", "it decides which GPU holds which weights", "set engine.pp"
     ),
     RefusedArguments(
-        (
-            "data_parallel_size",
-            "data_parallel_rank",
-            "data_parallel_start_rank",
-            "data_parallel_size_local",
-            "data_parallel_address",
-            "data_parallel_rpc_port",
-            "data_parallel_backend",
-            "data_parallel_hybrid_lb",
-            "data_parallel_external_lb",
-        ),
+        """data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local
+        data_parallel_address data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb
+        data_parallel_external_lb""",
         "each engine is a process of its own, and all take one copy of the weights",
         "set engine.dp",
     ),
-    RefusedArguments(("dtype",), "audits use it too", "set engine.dtype"),
-    RefusedArguments(("max_model_len",), "leases use it too", "set engine.max_model_len"),
-    RefusedArguments(("max_num_seqs",), "leases use it too", "set engine.max_batch"),
+    RefusedArguments("dtype", "audits use it too", "set engine.dtype"),
+    RefusedArguments("max_model_len", "leases use it too", "set engine.max_model_len"),
+    RefusedArguments("max_num_seqs", "leases use it too", "set engine.max_batch"),
     RefusedArguments(
-        ("enable_sleep_mode",),
-        "this node puts vLLM to sleep and wakes it",
-        "set engine.sleep_after_s",
+        "enable_sleep_mode", "this node puts vLLM to sleep and wakes it", "set engine.sleep_after_s"
     ),
     RefusedArguments(
-        (
-            "model",
-            "model_weights",
-            "tokenizer",
-            "hf_config_path",
-            "hf_overrides",
-            "revision",
-            "code_revision",
-            "tokenizer_revision",
-            "runner",
-            "convert",
-            "pooler_config",
-        ),
+        """model model_weights tokenizer hf_config_path hf_overrides revision code_revision
+        tokenizer_revision runner convert pooler_config""",
         _MODEL,
     ),
-    RefusedArguments(("skip_tokenizer_init",), "the engine takes and gives token ids"),
-    RefusedArguments(("trust_remote_code",), "code that comes with a model is never run"),
+    RefusedArguments("skip_tokenizer_init", "the engine takes and gives token ids"),
+    RefusedArguments("trust_remote_code", "code that comes with a model is never run"),
     RefusedArguments(
-        ("generation_config", "override_generation_config", "reasoning_config"),
+        "generation_config override_generation_config reasoning_config",
         "the sampling contract is the run's",
     ),
-    RefusedArguments(("load_format",), "weights come by load() only"),
-    RefusedArguments(("worker_cls", "worker_extension_cls", "weight_transfer_config"), _EXTENSION),
+    RefusedArguments("load_format", "weights come by load() only"),
+    RefusedArguments("worker_cls worker_extension_cls weight_transfer_config", _EXTENSION),
     RefusedArguments(
-        ("quantization", "quantization_config"),
+        "quantization quantization_config",
         "every run audits: weights that are not rounded as the manifest says would fail every audit",
         'set engine.quantization = "fp8" on the trainer, which all workers then follow',
     ),
     RefusedArguments(
-        ("kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+        "kv_cache_dtype kv_cache_dtype_skip_layers",
         "keys and values of another precision change every hidden state, and every run audits: honest work "
         "would fail",
         "remove it; for a larger cache set engine.tp or engine.pp, or lower engine.max_model_len",
     ),
     RefusedArguments(
-        ("spec_method", "spec_model", "spec_tokens"),
+        "spec_method spec_model spec_tokens",
         "one key says all of speculative decoding",
         "remove it and set engine.vllm.speculative_config",
     ),
-    RefusedArguments(("logprobs_mode", "use_fp64_gumbel", "enable_batch_sharded_sampling"), _DRAWN),
+    RefusedArguments("logprobs_mode use_fp64_gumbel enable_batch_sharded_sampling", _DRAWN),
     RefusedArguments(
-        ("logits_processors", "watermark_config", "diffusion_config"),
+        "logits_processors watermark_config diffusion_config",
         "the contract is softmax(logits / temperature)",
     ),
     RefusedArguments(
-        ("kv_sharing_fast_prefill", "prefill_context_parallel_size"),
+        "kv_sharing_fast_prefill prefill_context_parallel_size",
         "the hidden states that prove a token would not be where they are looked for",
     ),
     RefusedArguments(
-        ("kv_transfer_config",),
+        "kv_transfer_config",
         "prefill and decode in two engines (P/D disaggregation) take each new version at different moments: "
         "a token would come from keys of one policy and weights of another, and its proof too",
         'remove it; enable_chunked_prefill keeps decoding smooth, and kv_connector = "OffloadingConnector" is '
         "let through",
     ),
     RefusedArguments(
-        ("kv_events_config", "ec_transfer_config"),
+        "kv_events_config ec_transfer_config",
         "what vLLM tells to other engines about keys and values says nothing of the policy version",
     ),
     RefusedArguments(
-        ("enable_eplb", "eplb_config", "enable_elastic_ep", "expert_placement_strategy"),
+        "enable_eplb eplb_config enable_elastic_ep expert_placement_strategy",
         _MOVED,
         "remove it; enable_expert_parallel alone keeps every expert where it is",
     ),
     RefusedArguments(
-        (
-            "cpu_offload_gb",
-            "cpu_offload_params",
-            "offload_backend",
-            "offload_group_size",
-            "offload_num_in_group",
-            "offload_prefetch_step",
-            "offload_params",
-        ),
+        """cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
+        offload_prefetch_step offload_params""",
         _MOVED,
         "remove it; set engine.tp or engine.pp, or lower engine.max_batch",
     ),
     RefusedArguments(
-        ("enable_lora", "default_mm_loras", "max_loras", "max_lora_rank", "fully_sharded_loras"),
+        "enable_lora default_mm_loras max_loras max_lora_rank fully_sharded_loras",
         "a version is one policy for all requests; a run with adapters sends them merged",
     ),
     RefusedArguments(
-        ("enable_dbo", "ubatch_size"),
-        "a step in two halves has its hidden states in two places",
+        "enable_dbo ubatch_size", "a step in two halves has its hidden states in two places"
     ),
     RefusedArguments(
-        ("nnodes", "node_rank", "master_addr", "master_port"),
+        "nnodes node_rank master_addr master_port",
         "an engine is on one host",
         "remove it and start a node on each host",
     ),
     RefusedArguments(
-        ("kv_offloading_backend",),
+        "kv_offloading_backend",
         "another program would keep keys and values of a policy beyond an update",
         'remove it; vLLM\'s own is let through ("native")',
     ),
     RefusedArguments(
-        ("moe_backend",),
+        "moe_backend",
         "other kernels than triton's keep experts in a form of their own, which no version can be written to",
     ),
 )
 
-REFUSED = {name: refusal for refusal in REFUSALS for name in refusal.names}
+REFUSED = {name: refusal for refusal in REFUSALS for name in refusal.names.split()}
 """Refusal of each refused engine argument."""
 UNPROVEN = ("kv_cache_dtype", "kv_cache_dtype_skip_layers")
 """Arguments allowed where nothing is proved: in a stand-alone server and an evaluation."""
@@ -342,11 +313,11 @@ def installed_release() -> str:
 
 
 def check_release(release: str) -> None:
-    """Raise EngineError for a vLLM outside the supported range, naming the range."""
-    found = _numbers(release)
-    if found < OLDEST or found[:2] > NEWEST[:2]:
+    """Raise EngineError for a vLLM outside of both supported ranges, naming them."""
+    numbers = _numbers(release)
+    if not any(numbers[:2] == first[:2] and numbers >= first for first in RELEASES):
         raise EngineError(
-            f"vLLM {release} is installed, and this package knows {RANGE}: install one of these"
+            f"vLLM {release} is installed, and this package supports {SUPPORTED}: install one of these"
         )
 
 
@@ -495,8 +466,6 @@ or several. With heads of 64 it does not: logprobs of a prompt differ from those
 one, and a step of one row each that is replayed as a graph of several computes wrong logits (both seen)."""
 TEXT_OF_MULTIMODAL = ("qwen3_5_text", "qwen3_5_moe_text")
 """Model types of text models that vLLM has in one file with the multimodal ones."""
-TEXT_ALONE_SINCE = (0, 32)
-"""The first release known to serve the model types of TEXT_OF_MULTIMODAL alone; 0.25 does not."""
 CPU_HEADS = 64
 """Linear attention of vLLM's CPU build has heads of multiples of this."""
 
@@ -542,10 +511,10 @@ def check_family(
 
 def _check_alone(kind: str, release: str) -> None:
     """Raise EngineError unless this vLLM serves a model type of TEXT_OF_MULTIMODAL, and can import it."""
-    if release and _numbers(release)[:2] < TEXT_ALONE_SINCE:
+    if release and _numbers(release) < RELEASES[-1]:
         raise EngineError(
-            f"vLLM {release} is not known to serve {kind} without its vision encoder: install vLLM "
-            f"{'.'.join(map(str, TEXT_ALONE_SINCE))} or later, or set engine.type to hf"
+            f"vLLM {release} is not known to serve {kind} without its vision encoder: install vLLM 0.32, or "
+            "set engine.type to hf"
         )
     if is_installed() and importlib.util.find_spec("torchvision") is None:
         raise EngineError(

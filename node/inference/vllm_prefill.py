@@ -118,7 +118,9 @@ class PromptReader:
         """Wrap two methods of the runner. Raises RuntimeError for one without row offsets."""
         runner = self._runner
         if not self._second and not hasattr(runner, "query_start_loc"):
-            raise RuntimeError("this vLLM's model runner has no query_start_loc: use 0.25 to 0.33")
+            raise RuntimeError(
+                "this vLLM's model runner has no query_start_loc: use 0.25.1 or 0.32"
+            )
         self._execute, runner.execute_model = runner.execute_model, self._execute_model
         self._sample_tokens, runner.sample_tokens = runner.sample_tokens, self._wrapped_tokens
 

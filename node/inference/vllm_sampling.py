@@ -3,7 +3,7 @@
 vLLM runs a step as execute_model() (the model, compiled or as a CUDA graph) and then sample_tokens(). Both are
 wrapped, and the sampler's sample() is replaced, all as attributes of one model runner, after vLLM has captured
 its graphs. Hooks.install() refuses a runner that it does not know, and a step that draws without our sampler
-raises. Two runners are known (vLLM 0.25 to 0.33): V1 (`GPUModelRunner`, and the CPU's) and V2
+raises. Two runners are known (vLLM 0.25.1 and 0.32): V1 (`GPUModelRunner`, and the CPU's) and V2
 (`gpu.model_runner`, CUDA only).
 
 With speculative decoding (V1 only) a request has one row of logits for each draft token and one more. Every row
@@ -41,7 +41,7 @@ from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED
 
 Ints = NDArray[np.int64]
 
-_USE = "use vLLM 0.25 to 0.33"
+_USE = "use vLLM 0.25.1 or 0.32"
 _TILE = 128
 """Rows of a product in which no row's result depends on the others."""
 _PROJECTED_AT_ONCE = 2**26
@@ -783,7 +783,7 @@ class VerifiedTokens(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """Place of a rank; ranks are numbered stage by stage (vLLM 0.25 to 0.33)."""
+    """Place of a rank; ranks are numbered stage by stage (vLLM 0.25.1 and 0.32)."""
 
     first: bool
     """Whether the rank is in the stage that reads tokens."""
@@ -824,7 +824,7 @@ class Hooks:
         """Replace the methods. Raises RuntimeError for an unknown runner."""
         if fault := _unknown(self._runner):
             raise RuntimeError(
-                f"this vLLM's model runner {fault}: seeded sampling needs vLLM 0.25 to 0.33"
+                f"this vLLM's model runner {fault}: seeded sampling needs vLLM 0.25.1 or 0.32"
             )
         runner = self._runner
         self._execute, runner.execute_model = runner.execute_model, self._execute_model

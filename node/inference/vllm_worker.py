@@ -126,9 +126,9 @@ def _plain_experts(
 def _keep_rows_apart() -> None:
     """Make vLLM's batch-invariant kernels independent of the number of rows where they are not.
 
-    In vLLM 0.25 to 0.33 the norm of a residual sum adds up in another order from 256 rows on. On Hopper, where
-    vLLM keeps cuBLAS from splitting sums, cuBLAS has the same bits for any number of rows, and more speed than
-    vLLM's own product.
+    In vLLM the norm of a residual sum adds up in another order from 256 rows on. On Hopper, where vLLM keeps
+    cuBLAS from splitting sums, cuBLAS has the same bits for any number of rows, and more speed than vLLM's own
+    product.
     """
     if os.environ.get(INVARIANT) != "1":
         return
@@ -185,7 +185,7 @@ def _compile_draft_heads() -> None:
     """With DRAFT_HEAD in the environment, have vLLM compile the MTP heads that it would not.
 
     It compiles those of most families. Others run kernel by kernel, 4 ms for a draft of one layer on an H100
-    where the whole model takes 3 (vLLM 0.25 to 0.33).
+    where the whole model takes 3 (vLLM 0.25.1 and 0.32).
     """
     if DRAFT_HEAD not in os.environ:
         return
@@ -239,7 +239,7 @@ class WorkerExtension:
         if more < 0 or (more > 0 and not drafts_by_model(self.model_runner)):
             return (
                 f"{ROUTE_BUFFER.layers} routers of vLLM report their choices, and the model has "
-                f"{wanted.layers}: use vLLM 0.25 to 0.33"
+                f"{wanted.layers}: use vLLM 0.25.1 or 0.32"
             )
         self._primerl_routes = ROUTE_BUFFER, wanted
         if self._primerl_recorder is not None:

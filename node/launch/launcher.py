@@ -45,7 +45,7 @@ from .placement import GpuPlacement, Names, place
 
 TRAINER = "trainer"
 PROGRAM = (sys.executable, "-m", "primerl.cli.main")
-OF_THE_TRAINER = {"wandb": {"name"}, "trackio": {"name"}, "tensorboard": {"directory"}}
+OF_THE_TRAINER = {"wandb": {"name"}}
 """Keys of [monitors] that its workers do not share."""
 
 

@@ -84,7 +84,6 @@ class MemoryItem:
 
     name: str
     nbytes: int
-    detail: str = ""
     estimate: bool = False
 
 
@@ -276,8 +275,8 @@ def _plan_gpu(
     engine = MemoryBreakdown.of(
         [
             *_step_items(config, shape, device),
-            MemoryItem("libraries, workspaces", LIBRARIES, "", True),
-            MemoryItem("collectives", COLLECTIVES * (ranks > 1), f"{ranks} ranks", True),
+            MemoryItem("libraries, workspaces", LIBRARIES, estimate=True),
+            MemoryItem("collectives", COLLECTIVES * (ranks > 1), estimate=True),
         ]
     )
     beside = _beside_engine(config, shape, bool(fingerprint))
@@ -301,11 +300,11 @@ def _plan_cpu(config: EngineConfig, shape: ModelShape, device: Device) -> Engine
     proofs = _proofs(config, shape, config.max_batch * config.max_model_len)
     beside = MemoryBreakdown(
         (
-            MemoryItem("proofs", proofs, "of sampled tokens, until they are collected"),
-            MemoryItem("an incoming state", 2 * shape.parameters, "bf16, in shared memory"),
+            MemoryItem("proofs", proofs),
+            MemoryItem("an incoming state", 2 * shape.parameters),
         )
     )
-    processes = MemoryItem("processes", ranks * CPU_PROCESS, f"{ranks}", True)
+    processes = MemoryItem("processes", ranks * CPU_PROCESS, estimate=True)
     engine = MemoryBreakdown((*_step_items(config, shape, device), processes))
     sequence = ranks * sequence_bytes(config, shape, config.max_model_len, device)
     cache = min(most, device.nbytes - device.taken - engine.total - beside.total)
@@ -322,8 +321,8 @@ def _plan_hf(config: EngineConfig, shape: ModelShape, device: Device) -> EngineM
     gpu, element = device.kind == "cuda", ELEMENT[config.dtype]
     free = device.nbytes - device.taken - RESERVE * gpu
     items = _step_items(config, shape, device)
-    items.append(MemoryItem("the next weights", items[0].nbytes, "while they are loaded whole"))
-    items.append(MemoryItem("process", CONTEXT if gpu else HF_PROCESS, "", True))
+    items.append(MemoryItem("the next weights", items[0].nbytes))
+    items.append(MemoryItem("process", CONTEXT if gpu else HF_PROCESS, estimate=True))
     engine = MemoryBreakdown(tuple(items))
     token = 4 * shape.kv_width * shape.layers * element + shape.hidden * (2 * element + 4)
     cache, sequence = free - engine.total, config.max_model_len * token
@@ -346,20 +345,20 @@ def _step_items(config: EngineConfig, shape: ModelShape, device: Device) -> list
     width = 4 * shape.hidden + max(2 * mixed, dense)  # input, gates, product and output of a layer
     rows = _logit_rows(config) if vllm else config.max_batch
     logits = rows * shape.vocabulary * (element + 8) * (2 if vllm else 3) // 2
-    weights, note = count * element, f"{count / 1e6:,.0f} M x {element} bytes"
+    weights = count * element
     if vllm and config.quantization == "fp8":
         tables = shape.embedding * (1 if shape.tied or config.pp > 1 else 2) // tp
-        weights, note = tables * element + count - tables, f"{note}, linear layers x 1"
+        weights = tables * element + count - tables
     found = [
-        MemoryItem("weights", ranks * weights, note),
-        MemoryItem("logits", logits, f"{rows} rows, in fp32 too", True),
+        MemoryItem("weights", ranks * weights),
+        MemoryItem("logits", logits, estimate=True),
     ]
     if vllm:
         step = ranks * tokens * width * element
-        found.insert(1, MemoryItem("activations", step, f"a step of {tokens} tokens", True))
+        found.insert(1, MemoryItem("activations", step, estimate=True))
     if vllm and config.draft_head is not None:
         head = shape.layer_parameters() // tp + 2 * shape.hidden**2
-        found.append(MemoryItem("draft head", ranks * head * element, "the MTP layer", True))
+        found.append(MemoryItem("draft head", ranks * head * element, estimate=True))
     return found
 
 
@@ -371,11 +370,10 @@ def _logit_rows(config: EngineConfig) -> int:
 def _beside_engine(config: EngineConfig, shape: ModelShape, proofs: bool) -> MemoryBreakdown:
     """List the memory of a vLLM on a GPU, and of this package beside it, that its budget does not count."""
     update = int(UPDATE_BYTES * CHANGED * shape.parameters)
-    detail = f"{CHANGED:.0%} of the weights, {UPDATE_BYTES} bytes each; without room: loaded whole"
     return uncounted(config, shape) + MemoryBreakdown.of(
         [
             MemoryItem("proofs", _proofs(config, shape, _logit_rows(config)) if proofs else 0),
-            MemoryItem("an incoming update", update, detail),
+            MemoryItem("an incoming update", update),
         ]
     )
 
@@ -386,8 +384,8 @@ def uncounted(config: EngineConfig, shape: ModelShape) -> MemoryBreakdown:
     graphs = 0 if config.vllm.get("enforce_eager") else GRAPHS_MODEL + layers * GRAPHS_LAYER
     return MemoryBreakdown.of(
         [
-            MemoryItem("CUDA context", UNCOUNTED, "", True),
-            MemoryItem("CUDA graphs", graphs, f"{layers} layers", True),
+            MemoryItem("CUDA context", UNCOUNTED, estimate=True),
+            MemoryItem("CUDA graphs", graphs, estimate=True),
         ]
     )
 
@@ -426,7 +424,7 @@ def check_fits(
 ) -> None:
     """Check that vLLM on `gpus` can hold one sequence of engine.max_model_len; log the plan.
 
-    None queries nvidia-smi for the visible GPUs, about 0.1 s. Raises UsageError only if it certainly does not
+    None asks NVML for the visible GPUs. Raises UsageError only if it certainly does not
     fit. Without GPUs, for another engine or an unknown model, nothing is checked.
     """
     if config.type != "vllm" or config.device == "cpu":
@@ -513,7 +511,7 @@ def plan_learner(
     head = 0 if config.lora else (4 + element) * shape.embedding
 
     def slack(moving: int) -> MemoryItem:
-        return MemoryItem("allocator slack", int(ALLOCATOR_SLACK * moving * gpu), "", True)
+        return MemoryItem("allocator slack", int(ALLOCATOR_SLACK * moving * gpu), estimate=True)
 
     gradients = 4 * _trained(config, shape) // ranks
     return LearnerMemory(
@@ -521,13 +519,13 @@ def plan_learner(
         kept
         + MemoryBreakdown.of(
             [
-                MemoryItem("logits", logits, f"{LOGITS_BUFFERS} x {rows} tokens"),
+                MemoryItem("logits", logits),
                 MemoryItem("hidden states and gradient", 2 * tokens * shape.hidden * element),
-                MemoryItem("gradient of the head", head, "fp32 sums"),
+                MemoryItem("gradient of the head", head),
                 slack(kept.total + logits),
             ]
         ),
-        MemoryBreakdown.of([MemoryItem("gradients", gradients, "fp32")])
+        MemoryBreakdown.of([MemoryItem("gradients", gradients)])
         + layer
         + MemoryBreakdown.of([slack(layer.total)]),
     )
@@ -572,9 +570,7 @@ def _kept(
     # a recomputed layer with a graph break is not compiled at all
     others = tokens * _unmixed_elements(shape, compiled and how == "none") * element
     module = tokens * linear.kept_bytes(element, kernels=kernels)
-    detail = f"{'by' if kernels else 'without'} flash-linear-attention"
     padding = 0 if kernels else PADDING - 1
-    to_longest = "if a row's sequences are padded to the longest"
     again, modules = "a layer", linear.layers
     kept = full * attention + linear.layers * others
     if how != "none":
@@ -587,17 +583,17 @@ def _kept(
     return (
         MemoryBreakdown.of(
             [
-                MemoryItem("kept for backward", kept, f"{tokens} tokens, recompute: {how}"),
-                MemoryItem("of linear attention", modules * module, f"{modules} layers, {detail}"),
-                MemoryItem("of its padding, at most", modules * module * padding, to_longest, True),
+                MemoryItem("kept for backward", kept),
+                MemoryItem("of linear attention", modules * module),
+                MemoryItem("of its padding, at most", modules * module * padding, estimate=True),
             ]
         ),
         MemoryBreakdown.of(
             [
-                MemoryItem(again, largest - mixing, f"{tokens} tokens"),
-                MemoryItem("of linear attention", mixing, detail),
-                MemoryItem("of its padding, at most", mixing * padding, to_longest, True),
-                MemoryItem("its gradients", gradients, "", True),
+                MemoryItem(again, largest - mixing),
+                MemoryItem("of linear attention", mixing),
+                MemoryItem("of its padding, at most", mixing * padding, estimate=True),
+                MemoryItem("its gradients", gradients, estimate=True),
             ]
         ),
     )
@@ -623,13 +619,12 @@ def _resident(
     half = _is_half(config, gpu)
     element = 2 if half else 4
     count, trained = shape.parameters, _trained(config, shape)
-    weights = MemoryItem("weights", 2 * count if half else 0, "bf16")
+    weights = MemoryItem("weights", 2 * count if half else 0)
     if ranks > 1:
         tables = shape.embedding * (1 if shape.tied else 2)
         gathered = tables + 2 * shape.layer_parameters()
         gathered = gathered if config.fsdp.reshard_after_forward else count
-        detail = "two layers, embeddings and head"
-        weights = MemoryItem("weights, gathered", element * gathered, detail)
+        weights = MemoryItem("weights, gathered", element * gathered)
     frozen = 4 * count if config.lora is not None and (not half or ranks > 1) else 0
     moments = 0 if config.optimizer_offload and gpu else 8 * trained
     reference = element * _reference(config, shape) if config.loss.loads_reference else 0
@@ -637,11 +632,11 @@ def _resident(
     return MemoryBreakdown.of(
         [
             weights,
-            MemoryItem("masters", (4 * trained + frozen) // ranks, "fp32"),
-            MemoryItem("Adam's moments", moments // ranks, "fp32, two"),
-            MemoryItem("bits of the last version", bits // ranks, "to find what changed"),
+            MemoryItem("masters", (4 * trained + frozen) // ranks),
+            MemoryItem("Adam's moments", moments // ranks),
+            MemoryItem("bits of the last version", bits // ranks),
             MemoryItem("reference policy", reference // ranks),
-            MemoryItem("CUDA context, libraries", CONTEXT * gpu, "", True),
+            MemoryItem("CUDA context, libraries", CONTEXT * gpu, estimate=True),
         ]
     )
 
@@ -701,10 +696,10 @@ def plan_trainer(
     audit_context = 2 * LIBRARIES + UNCOUNTED if config.auditor == "vllm" else CONTEXT
     beside = MemoryBreakdown.of(
         [
-            MemoryItem("evaluation's network", network * evaluates, f"{element} bytes a parameter"),
-            MemoryItem("evaluation's CUDA context", CONTEXT * (gpu and evaluates), "", True),
+            MemoryItem("evaluation's network", network * evaluates),
+            MemoryItem("evaluation's CUDA context", CONTEXT * (gpu and evaluates), estimate=True),
             *plan_auditor(config, shape, held_versions(config.rollouts.max_off_policy_steps)),
-            MemoryItem("the auditor's CUDA context", audit_context * gpu, "", True),
+            MemoryItem("the auditor's CUDA context", audit_context * gpu, estimate=True),
         ]
     )
     ranks = fsdp_ranks(config.training)
@@ -721,23 +716,23 @@ def plan_auditor(config: RunConfig, shape: ModelShape, versions: int) -> list[Me
     width = 4 * shape.hidden + max(3 * shape.intermediate, 2 * shape.attention_width)
     at_once = AUDIT_TOKENS[config.auditor]
     step = at_once * width * element + 3 * AUDIT_LOGITS
-    computing = MemoryItem("an audit's forward pass", step, f"{at_once} tokens", True)
+    computing = MemoryItem("an audit's forward pass", step, estimate=True)
     if config.auditor == "vllm":
         tokens = 2 * at_once + config.training.seq_len
         cache = tokens * 2 * shape.layers * shape.kv_width * element
         scored = shape.sparse_layers * shape.experts * config.training.enable_router_replay
-        scores = MemoryItem("the routers' logits", at_once * scored * 4, f"{at_once} tokens", True)
+        scores = MemoryItem("the routers' logits", at_once * scored * 4, estimate=True)
         return [
-            MemoryItem("the auditor's weights", network, "one version"),
-            MemoryItem("the auditor's keys and values", cache, f"{tokens} tokens"),
+            MemoryItem("the auditor's weights", network),
+            MemoryItem("the auditor's keys and values", cache),
             computing,
             *([scores] if scored else []),
         ]
     kept = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
-    networks = MemoryItem("the auditor's networks", kept * network, f"{kept} at a time")
+    networks = MemoryItem("the auditor's networks", kept * network)
     # at most what it would keep in bf16 for backward; measured: 0.5 to 0.85 of that in any dtype
     layer = at_once * shape.linear.kept_bytes(2, kernels=False)
-    mixing = MemoryItem("of linear attention, at most", layer, f"{at_once} tokens", True)
+    mixing = MemoryItem("of linear attention, at most", layer, estimate=True)
     return [networks, computing, *([mixing] if layer else [])]
 
 

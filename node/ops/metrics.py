@@ -19,15 +19,15 @@ from ..errors import file_error
 from .strict_json import to_json
 
 if TYPE_CHECKING:  # a process that measures phases alone starts in half the time without the config
-    from .monitors import Monitors
+    from .monitors import WandbMonitor
 
 
 class MetricsLog:
     """Append one line per step; a line is whole or absent, and JSON: numbers that are not finite are null."""
 
-    def __init__(self, path: Path, monitors: "Monitors | None" = None) -> None:
-        """`monitors` get every line, too; close() closes them."""
-        self._monitors = monitors
+    def __init__(self, path: Path, monitor: "WandbMonitor | None" = None) -> None:
+        """`monitor` gets every line, too; close() closes it."""
+        self._monitor = monitor
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
@@ -40,8 +40,8 @@ class MetricsLog:
             self._file.flush()
         except OSError as error:
             raise file_error(error, self._path) from error
-        if self._monitors is not None:
-            self._monitors.log(step, values)
+        if self._monitor is not None:
+            self._monitor.log(step, values)
 
     def go_back(self, step: int, values: Mapping[str, Any]) -> None:
         """Drop the lines after `step`, from where the run goes on.
@@ -61,8 +61,6 @@ class MetricsLog:
             logger.warning("%s: %d damaged lines are left out", self._path, unread)
         if len(kept) < len(lines):
             self._replace(kept)
-            if self._monitors is not None:
-                self._monitors.go_back(step)
         there = (json.loads(line) for line in kept if _step_of(line) == step)
         if values and not any(values.keys() <= line.keys() for line in there):
             self.write(step, values)
@@ -75,9 +73,9 @@ class MetricsLog:
         self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the file and the monitors, which takes some seconds at most."""
-        if self._monitors is not None:
-            self._monitors.close()
+        """Close the file and the monitor, which takes some seconds at most."""
+        if self._monitor is not None:
+            self._monitor.close()
         with suppress(OSError):  # a failed write was reported then
             self._file.close()
 

@@ -19,7 +19,7 @@ from ..config.run import ResumeConfig
 from ..config.sft import SftConfig
 from ..errors import BAD_FILE, RunFailed, StorageError, UsageError
 from ..ops.metrics import MetricsLog, PhaseClock
-from ..ops.monitors import Monitors
+from ..ops.monitors import WandbMonitor
 from ..storage.run_files import CHECKPOINTS, METRICS, weights_dir
 from ..training.backend import TrainBackend, TrainBatch
 from ..training.checkpoint import Checkpoints
@@ -112,8 +112,8 @@ class SftLoop:
         """
         if resume is not None:
             await self._restore(resume)
-        monitors = await asyncio.to_thread(Monitors.of_run, self._config, "sft")
-        metrics = MetricsLog(self._config.run_dir / METRICS, monitors)
+        monitor = await asyncio.to_thread(WandbMonitor.of_run, self._config, "sft")
+        metrics = MetricsLog(self._config.run_dir / METRICS, monitor)
         try:
             await asyncio.to_thread(metrics.go_back, self._step or -1, self._state.line)
             if not self._state.validation and self._data.validation:

@@ -59,20 +59,20 @@ _MODEL = (
 )
 _LOG = r"logs/(\w+\.(log|jsonl)(\.\d+)?|\.\w+\.log\.partial)"
 _DATABASE = r"(-wal|-shm|-journal)?"
-_MONITORS = r"(wandb|tensorboard)/.+"
+_WANDB = r"wandb/.+"
 _CHUNKS = r"chunks/([0-9a-f]{2}/[0-9a-f]{2}/([0-9a-f]{64}|\.tmp-[0-9a-f]{16})|\.tmp-[0-9a-f]{16})"
 _LEDGER = rf"ledger\.(db{_DATABASE}|lock)"
 _NODE = "|".join(
     (
         r"key\.pem|control\.sock|stage\.sock|\.?(allowed_environments|last_status)\.json(\.partial)?",
-        rf"\.?join\.toml(\.partial)?|{_LEDGER}|{_CHUNKS}|model/\.?{_MODEL}(\.partial)?|{_LOG}|{_MONITORS}",
+        rf"\.?join\.toml(\.partial)?|{_LEDGER}|{_CHUNKS}|model/\.?{_MODEL}(\.partial)?|{_LOG}|{_WANDB}",
         rf"runs/[0-9a-f]{{16}}/({_LEDGER}|{_CHUNKS}|[\w.-]+/.+|[\w.-]+\.(json|sock))",
     )
 )
 _RUN = "|".join(
     (
         r"\.?(config\.json|ticket\.txt|metrics\.jsonl|summary\.json|evaluations\.jsonl)(\.partial)?",
-        rf"reward\.png|\.reward\.png\.tmp|judge\.db{_DATABASE}|{_LOG}|{_MONITORS}",
+        rf"reward\.png|\.reward\.png\.tmp|judge\.db{_DATABASE}|{_LOG}|{_WANDB}",
         rf"checkpoints/(void_\d+/)?{_STEP}/{_CHECKPOINT}",
         rf"weights/{_STEP}/(merged(\.partial)?/)?{_MODEL}",
         rf"model/\.?{_MODEL}(\.partial)?",
@@ -93,7 +93,6 @@ _FOLDERS = {
     "data",
     "trainer",
     "wandb",
-    "tensorboard",
 }
 _FILES = {CONFIG, TICKET, METRICS, SUMMARY, PICTURE, "evaluations.jsonl", "judge.db"}
 

@@ -316,12 +316,7 @@ def _new_manifest(
             max_off_policy_steps=config.rollouts.max_off_policy_steps,
             max_model_len=longest,
         ),
-        proofs=proof_contract(config, _config_digest(model)),
+        proofs=proof_contract(config),
         max_steps=config.max_steps,
         nonce=secrets.token_bytes(32),
     )
-
-
-def _config_digest(model: ModelContract) -> str:
-    """Return the digest of the model's config.json, to which a calibration is bound."""
-    return next((f.chunk.digest.hex() for f in model.files if f.name == "config.json"), "")

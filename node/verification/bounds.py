@@ -1,4 +1,4 @@
-"""Bounds of a run: built in, read from a calibration, or derived from honest rollouts.
+"""Bounds of a run: built in, or derived from honest rollouts.
 
 Everything that turns measurements into bounds is in this file; judge.py applies them. A rejecting bound is
 never below a measurement of an honest rollout, and every error rate is stated with the number of rollouts
@@ -8,8 +8,6 @@ behind it. No engine, no clock.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -18,9 +16,8 @@ from numpy.typing import NDArray
 from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.reputation import CLIP_NATS
 from ...protocol.rollouts import MEASURES, Evidence
-from ..config.engine import Quantization
 from ..config.run import FINGERPRINT, RunConfig
-from ..errors import BAD_FILE, UsageError
+from ..errors import UsageError
 from ..inference.numerics import engine_class
 from .judgement import judge
 
@@ -46,7 +43,7 @@ tokens of another seed score several nats below the best; a neighbouring version
 Honest routes of random mixtures of 8 layers are off in 0.058 of their experts at most, and by 1.5 (vLLM's, by
 the embedded auditor); random ones in 0.87, and by 3 to 8."""
 BUILT_IN_SCALE = {"float32": 1.0, "bfloat16": 0.0}
-"""other_scale by dtype; in bfloat16 only a calibration shows honest workers' other_policy."""
+"""other_scale by dtype; in bfloat16 only honest rollouts show their other_policy."""
 EXACT = (
     Thresholds(1e-3, 1e-6, 2e-5, 1e-5, 1e-4, 30.0, 1e-3, 1e-4),
     Thresholds(5e-4, 5e-7, 1e-5, 5e-6, 5e-5, 10.0, 5e-4, 5e-5),
@@ -71,39 +68,10 @@ PRIOR = 10
 """Number of likelihood ratios of 1 nat that are added to the observed ones."""
 FEWEST = 16
 """Least number of honest rollouts for bounds."""
-SHARES = (0.5, 0.9, 0.99, 0.999)
-"""Quantiles of the table; the largest value follows."""
 
 REJECT_FLOOR, _suspect_floor = BUILT_IN["float32"]
 SUSPECT_FLOOR = msgspec.structs.replace(_suspect_floor, other_policy=3.0)
 """Floors of all bounds: in float32 honest noise is so small that another BLAS would exceed it."""
-
-
-class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Bounds that `primerl-node calibrate` found for one model, as JSON."""
-
-    model: str
-    """Digest (hex) of the model's config.json."""
-    fingerprint: Literal["projection"]
-    dtype: Literal["float32", "bfloat16"]
-    reject: Thresholds
-    suspect: Thresholds
-    other_scale: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    honest_rollouts: Annotated[int, msgspec.Meta(ge=1)]
-    honest_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    source: Annotated[str, msgspec.Meta(max_length=200)]
-    """Executors, devices and date."""
-    quantization: Quantization = "none"
-
-
-def read_calibration(path: Path) -> Calibration:
-    """Read a file of `primerl-node calibrate`. Raises UsageError."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Calibration)
-    except BAD_FILE as error:
-        raise UsageError(
-            f"verification.calibration: {path} cannot be used ({error}): run primerl-node calibrate"
-        ) from error
 
 
 def exact_contract(config: RunConfig) -> ProofContract:
@@ -126,48 +94,33 @@ def exact_contract(config: RunConfig) -> ProofContract:
     )
 
 
-def proof_contract(config: RunConfig, model: str) -> ProofContract:
-    """Make the run's proof contract; `model` is the digest (hex) of its config.json.
-
-    Raises UsageError.
-    """
+def proof_contract(config: RunConfig) -> ProofContract:
+    """Make the run's proof contract. Raises UsageError."""
     if config.verification.numerics == "exact":
         return exact_contract(config)
     verification, dtype = config.verification, config.engine.dtype
     reject, suspect = BUILT_IN[dtype]
-    other_scale, rollouts, tokens = BUILT_IN_SCALE[dtype], 0, 0
     source = f"built in for {dtype}"
     measured = measures_bounds(config)
     truncates = any(config.sampling_of(one).truncates for one in config.mixture)
-    if truncates and not measured and dtype == "bfloat16" and verification.calibration is None:
+    if truncates and not measured and dtype == "bfloat16":
         raise UsageError(
             "verification.bounds = built-in are of draws from all tokens, and with top_p or top_k honest ones "
-            "are above them: leave it out, or run primerl-node calibrate"
+            "are above them: leave it out"
         )
     if measured:
         reject = suspect = PROVISIONAL
         source = "provisional, until the run has measured its own"
-    if verification.calibration is not None:
-        found = read_calibration(verification.calibration)
-        wanted = (model, FINGERPRINT, dtype, config.engine.quantization)
-        if (found.model, found.fingerprint, found.dtype, found.quantization) != wanted:
-            raise UsageError(
-                f"verification.calibration: {verification.calibration} is of another model, fingerprint, "
-                "engine.dtype or engine.quantization: run primerl-node calibrate for this one"
-            )
-        reject, suspect, source = found.reject, found.suspect, found.source
-        other_scale = found.other_scale
-        rollouts, tokens = found.honest_rollouts, found.honest_tokens
     return ProofContract(
         fingerprint=FINGERPRINT,
         dtype=dtype,
         reject=reject,
         suspect=suspect,
-        other_scale=other_scale,
+        other_scale=BUILT_IN_SCALE[dtype],
         audit_rate=verification.audit_rate,
         false_bans=FALSE_BANS,
-        honest_rollouts=rollouts,
-        honest_tokens=tokens,
+        honest_rollouts=0,
+        honest_tokens=0,
         source=source,
         quantization=config.engine.quantization,
         kv_cache="kept" if config.engine.keep_kv_cache else "recomputed",
@@ -182,9 +135,8 @@ def measures_bounds(config: RunConfig) -> bool:
     and the built-in bounds are far above both. Exact numerics have no noise to measure.
     """
     verification = config.verification
-    fixed = verification.calibration is not None or verification.bounds == "built-in"
-    exact = verification.numerics == "exact"
-    return not fixed and not exact and config.engine.dtype == "bfloat16"
+    fixed = verification.bounds == "built-in" or verification.numerics == "exact"
+    return not fixed and config.engine.dtype == "bfloat16"
 
 
 # -- bounds made of honest rollouts ----------------------------------------------------------------
@@ -222,7 +174,7 @@ def bands(honest: Sequence[Evidence]) -> Bands:
     """Derive bounds from honest rollouts. Raises UsageError if they are too few or not finite."""
     if len(honest) < FEWEST:
         raise UsageError(
-            f"{len(honest)} honest rollouts are too few for bounds: ask for {FEWEST} or more (--rollouts)"
+            f"{len(honest)} honest rollouts are too few for bounds: {FEWEST} or more make them"
         )
     columns = {name: column(honest, name) for name in MEASURES}
     reject = {
@@ -334,22 +286,6 @@ def false_positives(honest: Sequence[Evidence], contract: ProofContract) -> Fals
     return FalsePositives(
         trials, rejected, suspected, upper_bound(rejected, trials), upper_bound(suspected, trials)
     )
-
-
-def quantiles(honest: Sequence[Evidence]) -> dict[str, list[float]]:
-    """Compute, per measure, the quantiles SHARES and the largest value."""
-    found: dict[str, list[float]] = {}
-    for name in MEASURES:
-        values = column(honest, name)
-        found[name] = [*map(float, np.quantile(values, SHARES)), float(values.max())]
-    return found
-
-
-def d_prime(honest: Sequence[Evidence], others: Sequence[Evidence]) -> float:
-    """Measure the distance of two groups by their fingerprints, in (pooled) standard deviations."""
-    ours, theirs = column(honest, "fingerprint"), column(others, "fingerprint")
-    spread = math.sqrt((float(ours.var()) + float(theirs.var())) / 2)
-    return (float(theirs.mean()) - float(ours.mean())) / max(spread, 1e-12)
 
 
 def ratio_tail(values: Values, beyond: float) -> float:

@@ -42,7 +42,7 @@ REFERENCE_SHARE = 0.25
 serve to renew the bounds."""
 RENEW_STEPS = 8
 """Steps within which bounds are renewed; that may take a higher rate."""
-ADVICE = "name a worker of yours in verification.references, or run `primerl-node calibrate`"
+ADVICE = "name a worker of yours in verification.references"
 
 UNKNOWN = NumericsClass()
 

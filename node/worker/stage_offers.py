@@ -85,7 +85,7 @@ def make_offer(
 ) -> StageOffer:
     """Compute this machine's offer for the model whose config.json is in `model_dir`.
 
-    Runs nvidia-smi, about 0.1 s. Raises EngineError, UsageError: also if engine.tp does not divide the model,
+    Asks NVML. Raises EngineError, UsageError: also if engine.tp does not divide the model,
     which no plan would change.
     """
     model_config = read_json(model_dir / "config.json")

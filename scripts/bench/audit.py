@@ -107,7 +107,7 @@ def make_bench(directory: Path, options: argparse.Namespace) -> Bench:
         model=ModelContract("bench", (), none, vocabulary, ()),
         environments=(environment,),
         limits=RunLimits(2, config.max_model_len),
-        proofs=proof_contract(RunConfig(engine=config), none.hex()),
+        proofs=proof_contract(RunConfig(engine=config)),
         max_steps=1,
         nonce=none,
     )

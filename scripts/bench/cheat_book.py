@@ -20,7 +20,6 @@ from support.counting_environment import even_share
 
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.model import LanguageModel, ModelOutput
-from primerl.node.verification.cheats import int4, int8
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
 from primerl.protocol.rollouts import (
@@ -30,6 +29,7 @@ from primerl.protocol.rollouts import (
     pack_f32,
     unpack_f32,
 )
+from primerl.scripts.bench.calibrate_cheats import int4, int8
 
 from .cheat_world import Groups, Sampler, Sent, Workshop
 

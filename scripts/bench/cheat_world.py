@@ -28,7 +28,6 @@ from primerl.node.inference.hf import HfEngine
 from primerl.node.models import huggingface
 from primerl.node.training.backend import Sample
 from primerl.node.verification.auditor import Auditor
-from primerl.node.verification.calibration import trial_run
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.local_audits import LocalAudits
 from primerl.node.verification.verdict import ReceivedSubmission, Verified, refuse_all
@@ -45,6 +44,7 @@ from primerl.protocol.rollouts import (
     unpack_f32,
     unpack_u32,
 )
+from primerl.scripts.bench.calibrate import trial_run
 from primerl.scripts.bench.trained_model import Corpus, Trained, policy_updates, stop_token
 
 if TYPE_CHECKING:

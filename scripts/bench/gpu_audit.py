@@ -183,7 +183,7 @@ def make_bench(model: Model, numerics: str, options: argparse.Namespace) -> Benc
     run = played_otherwise(make_run("bfloat16"), temperature=1.0)
     run = structs.replace(
         run,
-        proofs=proof_contract(RunConfig.model_validate(told), ""),
+        proofs=proof_contract(RunConfig.model_validate(told)),
         limits=structs.replace(run.limits, max_model_len=length),
     )
     auditor = (HfAuditor if embedded else VllmAuditor)(config, timeout_s=240.0)

@@ -790,7 +790,7 @@ class Bench:
         run = played_otherwise(make_run("bfloat16"), temperature=1.0)
         self.run: RunManifest = structs.replace(
             run,
-            proofs=proof_contract(RunConfig.model_validate(told), ""),
+            proofs=proof_contract(RunConfig.model_validate(told)),
             limits=structs.replace(run.limits, max_model_len=self._length),
         )
         self.study = Study(options.name, self.run.proofs)
@@ -1167,7 +1167,7 @@ async def run(options: argparse.Namespace) -> Study:
         say(f"{options.name}: {parameters / 1e9:.2f} G parameters, {DEVICE}")
         if options.record:
             await record(model, options)
-            return Study(options.name, proof_contract(RunConfig(), ""))
+            return Study(options.name, proof_contract(RunConfig()))
         kinds = quick_kinds() if options.quick else gpu_kinds(model.directory)
         bench = Bench(model, kinds, options)
         try:

@@ -36,11 +36,11 @@ from primerl.node.verification.auditor import (
     evidence,
 )
 from primerl.node.verification.bounds import BUILT_IN, proof_contract
-from primerl.node.verification.cheats import BATCH, WANTED, batches_caught, stated
 from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.judgement import judge
 from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State
+from primerl.scripts.bench.calibrate_cheats import BATCH, WANTED, batches_caught, stated
 from primerl.scripts.bench.replies import (
     Replies,
     make_sampling_parser,
@@ -136,7 +136,7 @@ def audited(
     auditor = PrefillAudit(AuditTerms(str(directory), options.dtype, options.device))
     auditor.prepare(threads=options.threads)
     reject, suspect = BUILT_IN[options.dtype]
-    plain = proof_contract(RunConfig(), "")
+    plain = proof_contract(RunConfig())
     contract = structs.replace(plain, dtype=options.dtype, reject=reject, suspect=suspect)
     found: dict[str, dict[str, float]] = {}
     for name, some in items.items():

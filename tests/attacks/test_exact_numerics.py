@@ -120,7 +120,7 @@ async def opened(directory: Path, dtype: str, shape: Mapping[str, Any]) -> Async
     told = RunConfig.model_validate(
         {"engine": config.model_dump(), "verification": {"numerics": "exact"}}
     )
-    contract = proof_contract(told, "")
+    contract = proof_contract(told)
     run = structs.replace(make_run(dtype), proofs=contract, routes=route_shape(directory))
     run = played_otherwise(run, temperature=1.0)
     engine = HostedEngine(config_for_run(config, run))

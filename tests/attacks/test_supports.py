@@ -22,7 +22,6 @@ from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.models.support import pack_support, unpack_support
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evidence
 from primerl.node.verification.bounds import BUILT_IN, bands
-from primerl.node.verification.cheats import BATCH, WANTED, batches_caught
 from primerl.node.verification.checks import CheckedRollout, CheckedSubmission, check_submission
 from primerl.node.verification.judgement import Judgement, judge
 from primerl.node.verification.measures import drawn_tokens
@@ -31,6 +30,7 @@ from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import PipelinePlan
 from primerl.protocol.rollouts import Evidence, RolloutRecord, pack_u32
+from primerl.scripts.bench.calibrate_cheats import BATCH, WANTED, batches_caught
 
 ON_ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
 VLLM = [

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.fake_nvml import install_nvml
 
 from primerl.cli.main import execute
 from primerl.node import gpus
@@ -64,15 +65,10 @@ def torch_is(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpus_here(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Make a machine of so many GPUs, whose nvidia-smi is ours."""
+    """Make a machine of so many GPUs, whose memory is not known."""
 
     def make(count: int) -> None:
-        program = home / "bin" / "nvidia-smi"
-        program.parent.mkdir()
-        lines = "".join(f"GPU {index}: H200 (UUID: GPU-{index})\n" for index in range(count))
-        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && printf "{lines}"\n')
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+        install_nvml(monkeypatch, [f"GPU-{index}" for index in range(count)], total=0)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         torch_is("2.13.0+cu130", monkeypatch)
 

@@ -246,7 +246,7 @@ def test_under_nohup_the_work_goes_on_though_its_terminal_is_gone(tmp_path: Path
     "command",
     [
         *("id --data-dir {}", "status --data-dir {}", "explain --data-dir {}"),
-        *("replay {}", "rollouts {}", "join --ticket {}", "import {}", "env install {}"),
+        *("replay {}", "rollouts {}", "join --ticket {}", "import {}"),
         *("sft --data.files {}", "env test reverse-text --readable {}"),
         *("inference --model.name {}", "eval @ eval_demo --weights-dir {}"),
         "train --training.loss.type reverse_kl --training.loss.reference {} --dry-run",

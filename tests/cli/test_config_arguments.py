@@ -336,8 +336,20 @@ def test_what_is_no_toml_is_refused(tmp_path: Path) -> None:
 
 def test_a_home_directory_is_expanded_everywhere(home: Path) -> None:
     assert load(RunConfig, [], {"PRIMERL_DATA_DIR": "~/x"}).data_dir == home / "x"
-    nested = load(RunConfig, ["--verification.calibration", "~/bounds.json"], {})
-    assert nested.verification.calibration == home / "bounds.json"
+    nested = load(
+        RunConfig,
+        ["--training.loss.type", "reverse_kl", "--training.loss.reference", "~/teacher"],
+        {},
+    )
+    assert nested.training.loss.reference == home / "teacher"
+
+
+def test_a_key_that_was_removed_says_what_to_do_now(tmp_path: Path) -> None:
+    old = written(tmp_path / "a.toml", '[verification]\ncalibration = "bounds.json"')
+    with pytest.raises(
+        UsageError, match=r"verification\.calibration in .*a\.toml was removed: a run in"
+    ):
+        load(RunConfig, ["@", old], {})
 
 
 DRY_RUNS: dict[str, tuple[type[BaseConfig], list[str]]] = {

@@ -78,10 +78,10 @@ def test_the_sandbox_of_environments_is_named_with_what_it_leaves_open(
 def test_a_plan_says_whether_worker_and_trainer_fit_and_by_how_much(cli: Cli, model: str) -> None:
     given = ("doctor", "--model.name", model, *WORKER, "--gpu-memory")
     out = cli(*given, "24").out
-    assert "WORKER: vllm, bfloat16, on the GPU, 24.0 GiB" in out
-    assert "gpu_memory_utilization 0.92" in out
+    assert "worker: vllm, bfloat16, on the GPU: " in out
+    assert "of 24.0 GiB (gpu_memory_utilization 0.92)" in out
     assert "fits, but only 40 of 256 sequences can reach 1024 tokens at once" in out
-    assert "TRAINER: 2048 tokens a row" in out
+    assert "trainer: 2048 tokens a row" in out
     assert 'short: set training.activation_checkpointing to "selective" or "full" or' in out
     ran = cli(*given, "16")
     assert ran.code == 1
@@ -94,7 +94,7 @@ def test_programs_get_the_same(cli: Cli, model: str) -> None:
     ran = cli("doctor", "--model.name", model, "--gpu-memory", "24", "--json", *WORKER)
     told = json.loads(ran.out)
     assert told["plan"]["worker"]["fits"] is True
-    assert told["plan"]["model"]["parameters"] == 8190735360
+    assert told["plan"]["parameters"] == 8190735360
     assert {check["state"] for check in told["machine"]} <= {"ok", "warning", "problem"}
     worker = json.loads(cli("doctor", "@", "demo", "--cpu", "--json").out)["plan"]["worker"]
     assert (worker["device"]["kind"], worker["fits"]) == ("cpu", True)

@@ -626,49 +626,6 @@ def test_a_server_and_an_evaluation(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_of_2025_keeps_its_loss_its_data_and_its_lengths(tmp_path: Path) -> None:
-    trainer = """
-    model_name = "org/model"
-    [train]
-    micro_bs = 1
-    ac_ckpt = true
-    [optim]
-    batch_size = 64
-    step_per_rollout = 2
-    grad_norm_clip = 0.1
-    optim = { lr = 3e-7 }
-    [data]
-    seq_length = 4096
-    """
-    worker = """
-    model_name = "org/model"
-    dataset = "PrimeIntellect/INTELLECT-2-only-math"
-    max_model_len = 2048
-    sampling = { n = 16 }
-    len_reward = { reward_type = "exact", target_lengths = [100, 200] }
-    [difficulty_filtering]
-    solve_rate_field = "rate"
-    min_solve_rate = 0.1
-    max_solve_rate = 0.8
-    """
-    config = convert(tmp_path, trainer, worker)
-    assert config.values["environment"] == {
-        "id": "intellect-math",
-        "args": {
-            "len_reward": {"reward_type": "exact", "target_lengths": [100, 200]},
-            "difficulty_key": "rate",
-            "min_avg_reward": 0.1,
-            "max_avg_reward": 0.8,
-        },
-    }
-    training = config.values["training"]
-    assert (training["advantage"], training["loss"]) == ("grpo_std", {"type": "grpo_two_sided"})
-    assert (training["lr"], training["max_norm"], training["seq_len"]) == (3e-7, 0.1, 4096)
-    assert config.values["engine"]["max_model_len"] == 2048
-    assert config.values["rollouts"] == {"group_size": 16, "groups_per_batch": 4}
-    assert [note.key for note in config.missing] == ["optim.step_per_rollout"]
-
-
 # -- no configs ------------------------------------------------------------------------------------
 
 
@@ -739,10 +696,6 @@ def tree_with(key: str, value: Any) -> dict[str, Any]:
         nested = {part: nested}
     if owner == "source":
         return {"orchestrator": {"train": {"source": [merge({"id": "a"}, nested)]}}}
-    if owner == "train_2025":
-        return merge({"train": {"micro_bs": 1}}, nested)
-    if owner == "infer_2025":
-        return merge({"max_batch_size": 3, "data": {"name": "o/math"}}, nested)
     if owner == "evals":
         source = {"source": [{"id": "a"}], "client": {"base_url": "http://h/v1"}}
         return {"eval": merge(source, nested)}
@@ -799,7 +752,6 @@ def test_the_options_of_bundled_environments_are_theirs() -> None:
         own = {one for one in options if not one.startswith("task.")}
         assert own == set(config.model_fields) - inherited
         assert of_the_task <= set(config.model_validate({}).task.__class__.model_fields)
-    assert set(prime_rl.GENESYS.values()) <= set(BUNDLED)
 
 
 def test_the_page_has_the_table(cli: Cli, home: Path) -> None:

@@ -44,7 +44,7 @@ def _tree(key: str, value: Any) -> dict[str, Any]:
     """A file of the key's program in which the key has this value."""
     owner, _, rest = key.partition(".")
     parts = key.split(".")
-    if owner in ("source", "played", "served", "evals", "train_2025", "infer_2025") or (
+    if owner in ("source", "played", "served", "evals") or (
         owner in ("data", "renderer", "val") and parts[0] != "orchestrator"
     ):
         parts = parts if owner in ("data", "renderer", "val") else rest.split(".")
@@ -57,10 +57,6 @@ def _tree(key: str, value: Any) -> dict[str, Any]:
         return {"orchestrator": {"eval": {"source": [nested]}}}
     if owner in ("data", "renderer", "val"):
         return merge({"data": {"name": "o/chats"}}, nested)
-    if owner == "train_2025":
-        return merge({"train": {"micro_bs": 1}}, nested)
-    if owner == "infer_2025":
-        return merge({"max_batch_size": 3, "data": {"name": "o/math"}}, nested)
     if owner == "evals":
         return merge({"source": [{"id": "a"}], "client": {"base_url": "http://h/v1"}}, nested)
     if owner == "served":

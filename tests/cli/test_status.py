@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from primerl.cli import tables
-from primerl.cli.tables import bounds, bounds_in_one, fitted, group, peers_table, status_lines
+from primerl.cli.tables import fitted, group, peers_table, status_lines
 from primerl.node.errors import NodeError
 from primerl.node.ops.control import (
     BoundsRow,
@@ -202,11 +202,6 @@ def test_the_bounds_of_each_class_say_of_what_they_are_made() -> None:
     )
     assert lines_of(bounds=[UNMEASURED])["bounds"] == (
         "hf 2.13.0 on cpu, tp 1, bfloat16: provisional, 24 rollouts of references are in; 1 worker"
-    )
-    assert bounds_in_one([MEASURED]) == bounds(MEASURED)
-    assert bounds_in_one([MEASURED, MEASURED]) == "2 of 2 numerics classes measured"
-    assert bounds_in_one([MEASURED, UNMEASURED]) == (
-        f"1 of 2 numerics classes measured, provisional: {UNMEASURED.numerics}"
     )
 
 

@@ -31,10 +31,10 @@ from primerl.node.verification.auditor import (
     Unreadable,
     other_versions,
 )
-from primerl.node.verification.cheats import stated
 from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding
+from primerl.scripts.bench.calibrate_cheats import stated
 
 TEMPERATURE = 0.8
 LENGTH = 96

@@ -148,7 +148,7 @@ def test_a_taskset_of_the_library_is_played_only_where_it_is_allowed_by_name(
 
 def test_what_is_not_installed_is_refused_with_what_to_install(tmp_path: Path) -> None:
     wanted = contract(Package("sort-nothing", "sort-nothing 2.0", bytes(32)))
-    told = r"env install. takes its wheel or directory.*the run has sort-nothing 2\.0"
+    told = r"pip install. its wheel or directory.*the run has sort-nothing 2\.0"
     with pytest.raises(UsageError, match=told):
         check_allowed(wanted, ["sort-nothing"], tmp_path)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from support.protocol_cases import LEASE, PROMPTED_LEASE, PROMPTS
 
-from primerl.node.environments.allowed import find_package, name_taken
+from primerl.node.environments.allowed import find_package
 from primerl.node.environments.environment import (
     Branch,
     EnvironmentFailed,
@@ -96,6 +96,5 @@ async def test_what_the_policy_refuses_costs_the_rollout() -> None:
     assert (await LeasedPrompts(PROMPTED_LEASE).run(TASK, refuses)).error == "too long"
 
 
-def test_no_package_is_imported_for_it_and_none_may_take_its_name() -> None:
+def test_no_package_is_imported_for_it() -> None:
     assert find_package(LEASED_PROMPTS) is None
-    assert "bundled" in name_taken(LEASED_PROMPTS)

@@ -1,7 +1,6 @@
 """What two engines must have in common for equal bits, and which may take part in a run that needs them."""
 
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from primerl.node.inference.numerics import (
     numerics_of,
     widest,
 )
-from primerl.node.verification.bounds import BUILT_IN, EXACT, Calibration, proof_contract
+from primerl.node.verification.bounds import BUILT_IN, EXACT, proof_contract
 from primerl.protocol.manifests import ProofContract, RouteShape, encode
 from primerl.protocol.numerics import NumericsClass
 
@@ -156,9 +155,7 @@ def test_a_processor_is_named_by_its_widest_instructions() -> None:
 
 def exact_contract() -> ProofContract:
     told = {"engine": {"type": "vllm", "dtype": "bfloat16", "device": "cpu"}}
-    return proof_contract(
-        RunConfig.model_validate(told | {"verification": {"numerics": "exact"}}), ""
-    )
+    return proof_contract(RunConfig.model_validate(told | {"verification": {"numerics": "exact"}}))
 
 
 def test_an_exact_run_has_bounds_of_rounding_and_the_class_of_its_trainer() -> None:
@@ -197,9 +194,9 @@ def test_only_engines_of_its_class_take_part_in_an_exact_run() -> None:
 
 def test_the_manifest_decides_the_quantization_and_no_config_contradicts_it() -> None:
     assert b"quantization" not in encode(MANIFEST)
-    assert proof_contract(
-        RunConfig(engine=EngineConfig(quantization="fp8")), ""
-    ) == structs.replace(proof_contract(RunConfig(), ""), quantization="fp8")
+    assert proof_contract(RunConfig(engine=EngineConfig(quantization="fp8"))) == structs.replace(
+        proof_contract(RunConfig()), quantization="fp8"
+    )
     for given in ({}, {"quantization": "fp8"}):
         own = EngineConfig.model_validate(given)
         check_quantization(own, QUANTIZED)
@@ -215,7 +212,7 @@ KEEPING = structs.replace(MANIFEST, proofs=structs.replace(MANIFEST.proofs, kv_c
 def test_the_manifest_decides_whether_engines_keep_keys_and_values() -> None:
     assert b"kv_cache" not in encode(MANIFEST)
     engine = EngineConfig(type="vllm", keep_kv_cache=True)
-    assert proof_contract(RunConfig(engine=engine), "").kv_cache == "kept"
+    assert proof_contract(RunConfig(engine=engine)).kv_cache == "kept"
     assert config_for_run(EngineConfig(type="vllm"), KEEPING).keep_kv_cache
     assert not config_for_run(engine, MANIFEST).keep_kv_cache
     check_kept(EngineConfig(type="vllm"), KEEPING)
@@ -297,22 +294,6 @@ def test_fp8_is_refused_where_the_batch_must_not_matter() -> None:
         RunConfig(engine=engine, verification=exact)
 
 
-def test_a_calibration_without_fp8_does_not_bound_a_run_with_it(tmp_path: Path) -> None:
-    reject, suspect = BUILT_IN["float32"]
-    found = Calibration("", "projection", "float32", reject, suspect, 1.0, 1, 1, "here")
-    path = tmp_path / "calibration.json"
-    verification = VerificationConfig(calibration=path)
-    for quantization in ("none", "fp8"):
-        path.write_bytes(msgspec.json.encode(structs.replace(found, quantization=quantization)))
-        for own in ("none", "fp8"):
-            run = RunConfig(engine=EngineConfig(quantization=own), verification=verification)
-            if own == quantization:
-                assert proof_contract(run, "").source == "here"
-                continue
-            with pytest.raises(UsageError, match=r"or engine\.quantization: run primerl-node"):
-                proof_contract(run, "")
-
-
 def test_stages_on_one_host_do_not_take_part_in_a_run_that_replays_routes() -> None:
     run = structs.replace(MANIFEST, routes=RouteShape(layers=2, experts=8, top_k=2))
     check_routes(config(tp=2), run)
@@ -335,10 +316,6 @@ def test_stages_on_one_host_do_not_take_part_in_a_run_that_replays_routes() -> N
     [
         ({}, "need vLLM"),
         ({"engine": {"type": "vllm"}, "verification": {"auditor": "hf"}}, "need vLLM"),
-        (
-            {"engine": {"type": "vllm"}, "verification": {"calibration": "file.json"}},
-            "bounds of its own",
-        ),
     ],
 )
 def test_a_run_that_cannot_be_exact_is_refused_at_once(section: dict[str, Any], words: str) -> None:

@@ -353,22 +353,19 @@ def test_a_worker_may_play_all_environments_of_the_run(config: RunConfig) -> Non
 
 
 def test_a_worker_shares_the_settings_but_not_the_ports(config: RunConfig) -> None:
-    from primerl.node.config.monitors import TensorboardConfig, WandbConfig
+    from primerl.node.config.monitors import WandbConfig
     from primerl.node.config.run import JoinConfig
 
     flags = ["--network.port", "7000", "--network.host", "127.0.0.1", "--engine.type", "vllm"]
     flags += ["--network.seeds", '["https://seed.example.org/chunks"]']
     flags += ["--monitors.wandb.project", "p", "--monitors.wandb.name", "the trainer's"]
-    flags += ["--monitors.tensorboard.directory", "the trainer's"]
     run = load(RunConfig, [*flags, "--network.advertise", "me:7000"], {})
     path = write_worker_config(run, config.run_dir / "worker_1")
     joined = load(JoinConfig, ["@", str(path)], {})
     assert joined.engine == run.engine
     assert joined.network.host == "127.0.0.1"
     assert (joined.network.port, joined.network.advertise) == (0, [])
-    monitors = joined.monitors
-    assert (monitors.wandb, monitors.trackio) == (WandbConfig(project="p"), None)
-    assert monitors.tensorboard == TensorboardConfig()
+    assert joined.monitors.wandb == WandbConfig(project="p")
     trainer = run.run_dir.absolute() / "trainer" / "chunks"
     assert joined.network.seeds == [trainer.as_uri(), "https://seed.example.org/chunks"]
     run = load(RunConfig, [*flags, "--launch.share-chunks", "false"], {})

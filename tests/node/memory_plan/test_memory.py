@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_nvml import install_nvml
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -133,7 +134,7 @@ def test_the_cache_gets_what_is_left_of_the_budget() -> None:
     plan = plan_engine(vllm(), Q8B, CARD)
     assert plan.budget == int(0.92 * 24 * GIB)
     assert plan.cache == plan.budget - plan.engine.total
-    assert plan.engine.items[0] == MemoryItem("weights", 2 * Q8B.parameters, "8,191 M x 2 bytes")
+    assert plan.engine.items[0] == MemoryItem("weights", 2 * Q8B.parameters)
     assert plan.at_once == plan.cache // (8192 * token_bytes(vllm(), Q8B)) == 5
     assert (plan.fits, plan.holds_all) == (True, False)
     assert "only 5 of 256 sequences" in plan.verdict
@@ -327,23 +328,10 @@ def test_a_model_that_cannot_be_planned_for_is_let_through(tmp_path: Path) -> No
     check_fits(vllm(), tmp_path, [card(1)])
 
 
-FAKE_NVIDIA_SMI = """\
-#!/bin/sh
-case "$1" in
-  -L) echo "GPU 0: Card (UUID: GPU-1)" ;;
-  *) echo "0, GPU-1, Card, 4096, 4000, 570.1" ;;
-esac
-"""
-
-
 async def test_an_engine_asks_the_gpus_and_refuses_before_it_starts_anything(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "bin" / "nvidia-smi"
-    program.parent.mkdir()
-    program.write_text(FAKE_NVIDIA_SMI)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    install_nvml(monkeypatch, ["GPU-1"], total=4 << 30, free=4 << 30)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UsageError, match=r"on a GPU of 4\.0 GiB"):
         check_fits(LONG, model)

@@ -1,42 +1,52 @@
-"""Which GPUs are visible: what nvidia-smi prints, and how CUDA reads its variable."""
+"""Which GPUs are visible: what NVML lists, and how CUDA reads its variable."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.fake_nvml import LibraryNotFound, NvmlError, install_nvml
 
 from primerl.node import gpus
-from primerl.node.gpus import Gpu, device_files, installed, parse, shown, visible
+from primerl.node.gpus import (
+    Gpu,
+    GpuMemory,
+    device_files,
+    installed,
+    installed_memory,
+    shown,
+    visible,
+)
 
 UUIDS = [f"GPU-{index}1b2c3d4-0000-1111-2222-333344445555" for index in range(4)]
-LISTING = "".join(f"GPU {index}: NVIDIA H200 (UUID: {uuid})\n" for index, uuid in enumerate(UUIDS))
-SLICED = """\
-GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f)
-  MIG 3g.20gb     Device  0: (UUID: MIG-c7384736-a75d-5afc-978f-d2f1294409fd)
-  MIG 4g.20gb     Device  1: (UUID: MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d)
-GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-6c89852c-d268-c3f3-1b07-005d5ae1dc3f)
-"""
+SLICES = ["MIG-c7384736-a75d-5afc-978f-d2f1294409fd", "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"]
 
 
 def four() -> list[Gpu]:
-    return parse(LISTING)
+    return [Gpu(str(index), uuid) for index, uuid in enumerate(UUIDS)]
 
 
 def never() -> list[Gpu]:
     raise AssertionError("asked, though all are hidden")
 
 
-def test_the_listing_is_read() -> None:
-    assert four() == [Gpu(str(index), uuid) for index, uuid in enumerate(UUIDS)]
-    assert parse("No devices found.\n") == []
+def test_nvml_lists_gpus_by_number_and_uuid_with_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_nvml(monkeypatch, UUIDS, total=8 << 30, free=3 << 30)
+    assert installed() == four()
+    assert installed_memory()[2] == GpuMemory(
+        "2", UUIDS[2], "NVIDIA H200", 8 << 30, 3 << 30, "570.1"
+    )
+    install_nvml(monkeypatch, UUIDS, total=0)
+    assert installed() == four()
+    assert installed_memory() == []
 
 
-def test_a_gpu_that_is_cut_into_slices_is_its_slices() -> None:
-    assert [gpu.name for gpu in parse(SLICED)] == [
-        "MIG-c7384736-a75d-5afc-978f-d2f1294409fd",
-        "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d",
-        "1",
-    ]
+def test_a_gpu_that_is_cut_into_slices_is_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvml(monkeypatch, UUIDS[:2], slices={UUIDS[0]: SLICES})
+    assert installed() == [*(Gpu(uuid, uuid) for uuid in SLICES), Gpu("1", UUIDS[1])]
+    assert [gpu.number for gpu in installed_memory()] == [*SLICES, "1"]
 
 
 @pytest.mark.parametrize(
@@ -67,27 +77,24 @@ def test_a_variable_that_was_left_over_makes_no_gpu() -> None:
     assert visible({"CUDA_VISIBLE_DEVICES": "0,GPU-1,MIG-GPU-1/1/0"}, list) == ()
 
 
-def test_device_files_are_counted_where_nvidia_smi_is_missing(
+def test_device_files_are_counted_where_the_driver_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("nvidia0", "nvidia5", "nvidiactl", "nvidia-uvm", "nvidia0x", "sda"):
         (tmp_path / name).touch()
     assert device_files(tmp_path) == [Gpu("0"), Gpu("1")]
-    monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    install_nvml(monkeypatch, [], fault=LibraryNotFound)
     assert len(installed()) == 2
+    assert installed_memory() == []
     assert visible({"CUDA_VISIBLE_DEVICES": "GPU-any,1"}) == ("GPU-any", "1")
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert len(installed()) == 2
 
 
-@pytest.mark.parametrize(("script", "count"), [("echo 'GPU 0: X (UUID: GPU-1)'", 1), ("exit 9", 0)])
-def test_nvidia_smi_is_asked(
-    script: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert len(installed()) == count
+def test_a_driver_that_does_not_answer_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_nvml(monkeypatch, UUIDS, fault=NvmlError)
+    assert (installed(), installed_memory()) == ([], [])
 
 
 def test_what_a_child_is_shown_it_sees() -> None:

@@ -1,10 +1,11 @@
-"""Monitors: what the real libraries hold after a run, what never reaches them, and what they cannot hold up."""
+"""W&B: what the real library holds after a run, what never reaches it, and what it cannot hold up."""
 
 import json
 import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,19 +20,17 @@ from primerl.node.config.run import RunConfig
 from primerl.node.config.sft import SftConfig
 from primerl.node.errors import UsageError
 from primerl.node.ops.metrics import MetricsLog
-from primerl.node.ops.monitors import LIBRARIES, LINES_WAITING, Monitors, check_monitors
+from primerl.node.ops.monitors import LINES_WAITING, WandbMonitor, check_monitors
 
 __all__ = ["model_dir", "quiet_registry"]
 
 PATIENCE_S = 120.0
 """Of a test that waits for a whole library on a busy machine."""
 LINES = 4 * LINES_WAITING
-"""Of a monitor that reads none: more than wait for it, and than a pipe holds."""
+"""More than wait for a library that takes none."""
 
 
-def real(monitor: str) -> pytest.MarkDecorator:
-    library = LIBRARIES[monitor]
-    return pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed")
+real = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 
 
 def config(directory: Path, **sections: Any) -> RunConfig:
@@ -40,14 +39,21 @@ def config(directory: Path, **sections: Any) -> RunConfig:
     return made
 
 
+def started(made: RunConfig) -> WandbMonitor:
+    monitor = WandbMonitor.of_run(made)
+    assert monitor is not None
+    return monitor
+
+
 def three_steps(made: RunConfig) -> None:
     """Log steps 1 to 3, go back to 2, log 3 again; the file has the same."""
-    metrics = MetricsLog(made.run_dir / "metrics.jsonl", monitors := Monitors.of_run(made))
+    monitor = started(made)
+    metrics = MetricsLog(made.run_dir / "metrics.jsonl", monitor)
     for step in (1, 2, 3):
         metrics.write(step, {"loss/mean": 1.0 / step, "reward/mean": None, "time": 5.0})
     metrics.go_back(2, {})
     metrics.write(3, {"loss/mean": 0.125, "optim/grad_norm": float("nan")})
-    monitors.close(PATIENCE_S)
+    monitor.close(PATIENCE_S)
     metrics.close()
 
 
@@ -58,7 +64,7 @@ def bytes_below(directory: Path) -> bytes:
 # -- the real libraries ----------------------------------------------------------------------------
 
 
-@real("wandb")
+@real
 def test_wandb_offline_holds_the_steps_and_the_public_config(tmp_path: Path) -> None:
     three_steps(
         made := config(
@@ -67,7 +73,7 @@ def test_wandb_offline_holds_the_steps_and_the_public_config(tmp_path: Path) -> 
             training={"lr": 0.03125},
         )
     )
-    history, run = wandb_records(made.run_dir)
+    history, run = wandb_records(made.run_dir, count=4)
     assert [(row["step"], row["loss/mean"]) for row in history] == [
         (1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (3, 0.125),
     ]  # fmt: skip
@@ -79,7 +85,7 @@ def test_wandb_offline_holds_the_steps_and_the_public_config(tmp_path: Path) -> 
     assert "network" not in told
 
 
-@real("wandb")
+@real
 async def test_trainer_and_workers_are_one_group_of_wandb(tmp_path: Path, model_dir: Path) -> None:
     offline = {"wandb": {"offline": True, "project": "p"}}
     async with Swarm(tmp_path, model_dir, monitors=offline) as swarm:
@@ -104,6 +110,8 @@ def log_records(data: bytes) -> Iterator[bytes]:
         if (left := -at % 2**15) < 7 and left:
             at += left
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):
+            return  # it is being written
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -111,8 +119,21 @@ def log_records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-def wandb_records(run_dir: Path) -> tuple[list[dict[str, Any]], Any]:
-    """The rows of the history, and the record of the run, of the one offline run."""
+def wandb_records(run_dir: Path, count: int = 1) -> tuple[list[dict[str, Any]], Any]:
+    """The rows of the history, `count` at least and to step 3, and the record of the one offline run.
+
+    W&B's service writes the last ones when the run has ended, at the latest as the process ends.
+    """
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        rows, run = written_records(run_dir)
+        whole = run and len(rows) >= count and rows[-1]["step"] == 3
+        if whole or time.monotonic() > until:
+            return rows, run
+        time.sleep(0.2)
+
+
+def written_records(run_dir: Path) -> tuple[list[dict[str, Any]], Any]:
     from wandb.proto.wandb_internal_pb2 import (  # pyright: ignore[reportMissingImports]
         Record,
     )
@@ -132,56 +153,12 @@ def wandb_records(run_dir: Path) -> tuple[list[dict[str, Any]], Any]:
     return rows, run
 
 
-@real("tensorboard")
-def test_tensorboard_files_hold_the_steps_and_where_the_run_went_back(tmp_path: Path) -> None:
-    three_steps(made := config(tmp_path, monitors={"tensorboard": {}}))
-    events = tensorboard_events(made.run_dir / "tensorboard")
-    scalars = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value if e.step]
-    assert scalars == [
-        (1, "loss/mean", 1.0),
-        (2, "loss/mean", 0.5),
-        (3, "loss/mean", pytest.approx(1 / 3)),
-        (3, "loss/mean", 0.125),
-    ]
-    assert [e.step for e in events if e.HasField("session_log")] == [3], "purged from there on"
-
-
-def tensorboard_events(directory: Path) -> list[Any]:
-    """Read event files: length, checksum, event, checksum."""
-    from tensorboardX.proto.event_pb2 import (  # pyright: ignore[reportMissingImports]
-        Event,
-    )
-
-    found: list[Any] = []
-    for path in sorted(directory.iterdir(), key=lambda path: path.suffix):
-        data = path.read_bytes()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])
-            event: Any = Event()
-            event.ParseFromString(data[12 : 12 + length])
-            found.append(event)
-            data = data[16 + length :]
-    return found
-
-
-@real("trackio")
-def test_trackio_holds_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    three_steps(config(tmp_path, monitors={"trackio": {"project": "p"}}))
-    found = bytes_below(tmp_path / "trackio")
-    assert b"loss/mean" in found
-    assert b"0.125" in found
-    log = (tmp_path / "r" / "logs" / "monitor_trackio.log").read_text()
-    assert "Created new run: r" in log
-
-
-@pytest.mark.parametrize("monitor", [pytest.param(one, marks=real(one)) for one in LIBRARIES])
-def test_no_secret_of_the_node_reaches_a_monitor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, monitor: str
+@real
+def test_no_secret_of_the_node_reaches_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither passwords of seeds, nor the passphrase, the command line, or an address."""
     secret = "correct-horse-battery"
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "out" / "trackio"))
     monkeypatch.setenv("PRIMERL_PASSPHRASE", secret)
     monkeypatch.setattr(sys, "argv", ["primerl-node", "--network.seeds", secret])
     made = config(
@@ -189,9 +166,10 @@ def test_no_secret_of_the_node_reaches_a_monitor(
         network={"seeds": [f"https://me:{secret}@host/c"], "advertise": [f"{secret}:1"]},
         verification={"references": [secret]},
         training={"fsdp": {"rendezvous": f"{secret}:9"}},
-        monitors={monitor: {"offline": True} if monitor == "wandb" else {}},
+        monitors={"wandb": {"offline": True}},
     )
     three_steps(made)
+    wandb_records(made.run_dir, count=4)
     found = bytes_below(tmp_path / "out")
     assert b"loss/mean" in found
     assert secret.encode() not in found
@@ -200,18 +178,15 @@ def test_no_secret_of_the_node_reaches_a_monitor(
 # -- what may go wrong -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("monitor", LIBRARIES)
-def test_a_monitor_that_is_not_installed_is_refused_with_what_to_install(
-    tmp_path: Path, monitor: str
-) -> None:
-    monitors = config(tmp_path, monitors={monitor: {}}).monitors
-    with pytest.raises(UsageError, match=rf"primerl-node\[{monitor}\]"):
+def test_wandb_that_is_not_installed_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    monitors = config(tmp_path, monitors={"wandb": {}}).monitors
+    with pytest.raises(UsageError, match=r"primerl-node\[wandb\]"):
         check_monitors(monitors, lambda library: None)
     check_monitors(RunConfig().monitors, lambda library: None)
-    assert SftConfig.model_validate({"monitors": {monitor: {}}}).monitors != RunConfig().monitors
+    assert SftConfig.model_validate({"monitors": {"wandb": {}}}).monitors != RunConfig().monitors
 
 
-@real("wandb")
+@real
 def test_wandb_online_needs_a_login_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,68 +201,100 @@ def test_wandb_online_needs_a_login_before_anything_starts(
     check_monitors(online)
 
 
-@real("wandb")
-def test_a_server_that_never_answers_is_left_when_the_run_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-        monkeypatch.delenv("WANDB_MODE", raising=False)
-        monitors = Monitors.of_run(config(tmp_path, monitors={"wandb": {}}))
-        for step in range(9):
-            monitors.log(step, {"loss/mean": 1.0})
-        monitors.close(5.0)
-    assert "is killed" in caplog.text
-
-
-FAKES = {
-    "hangs when it is opened": "import time\ndef SummaryWriter(*_, **__): time.sleep(600)",
-    "cannot be opened": "def SummaryWriter(*_, **__): raise OSError('no such project')",
-    "ends": "import os\ndef SummaryWriter(*_, **__): os._exit(3)",
-    "hangs when it is closed": """
-import time
-class SummaryWriter:
-    def __init__(self, *_, **__): pass
-    def __getattr__(self, name): return lambda *_, **__: name == "close" and time.sleep(600)
-""",
-    "prints without end": """
-class SummaryWriter:
-    def __init__(self, *_, **__): pass
-    def __getattr__(self, name): return lambda *_, **__: print("x" * 9999)
-""",
-}
-WITNESS = """
-import os
-class SummaryWriter:
-    def __init__(self, *_, **__): self.note("environ", dict(os.environ))
-    def note(self, name, given):
-        with open({told!r}, "a") as file: print(name, given, file=file)
-    def __getattr__(self, name): return lambda *given: self.note(name, given)
+ENDING = """
+import sys
+from pathlib import Path
+from primerl.node.config.run import RunConfig
+from primerl.node.ops.monitors import WandbMonitor
+run = RunConfig.model_validate({"name": "r", "output_dir": sys.argv[1], "monitors": {"wandb": {}}})
+run.run_dir.mkdir(parents=True)
+monitor = WandbMonitor.of_run(run)
+for step in range(9):
+    monitor.log(step, {"loss/mean": 1.0})
+monitor.close(8.0)
 """
-Install = Callable[[str], None]
+
+
+@real
+def test_a_server_that_never_answers_is_left_when_the_run_ends(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        given = {
+            "WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "WANDB_API_KEY": "a" * 40,
+            "WANDB_MODE": "online",
+        }
+        # W&B itself would wait a minute at the exit
+        ended = subprocess.run(
+            [sys.executable, "-c", ENDING, str(tmp_path)],
+            env=os.environ | given,
+            capture_output=True,
+            text=True,
+            timeout=50,
+        )
+    assert ended.returncode == 0, ended.stderr
+    assert "W&B did not end in time" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+FAKE = """
+import time
+def note(path, *values):
+    with open(path, "a") as file:
+        print(*values, file=file)
+class Settings:
+    def __init__(self, **_): pass
+class Run:
+    def define_metric(self, *_, **__): pass
+    def log(self, row): {log}
+    def finish(self): {finish}
+def init(**given):
+    {init}
+    return Run()
+"""
+FAKES = {
+    "hangs when it is opened": {"init": "time.sleep(600)"},
+    "cannot be opened": {"init": "raise OSError('no such project')"},
+    "ends the program": {"init": "raise SystemExit(3)"},
+    "fails at each line": {"log": "raise ValueError('no')"},
+    "hangs when it is closed": {"finish": "time.sleep(600)"},
+}
+
+
+def witness(path: Path) -> dict[str, str]:
+    """Write down all that it is given."""
+    return {
+        "init": f"note({str(path)!r}, *given.items())",
+        "log": f"note({str(path)!r}, 'log', row)",
+    }
+
+
+Install = Callable[..., None]
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put a tensorboardX of this source before the real one."""
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Put a library of this behaviour in the place of W&B."""
+    real = {name: made for name, made in sys.modules.items() if name.partition(".")[0] == "wandb"}
+    for name in real:
+        del sys.modules[name]
     site = tmp_path / "site"
     site.mkdir()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(site)
 
-    def install(source: str) -> None:
-        (site / "tensorboardX.py").write_text(source)
+    def install(init: str = "pass", log: str = "pass", finish: str = "pass") -> None:
+        (site / "wandb.py").write_text(FAKE.format(init=init, log=log, finish=finish))
 
-    return install
+    yield install
+    sys.modules.pop("wandb", None)
+    sys.modules.update(real)
 
 
 def test_a_monitor_gets_the_public_config_only(
     tmp_path: Path, fake: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without any of the libraries: a fake writes down all that it is given, and its variables."""
     secret, told = "correct-horse-battery", tmp_path / "told"
     monkeypatch.setenv("PRIMERL_PASSPHRASE", secret)
-    fake(WITNESS.format(told=str(told)))
+    fake(**witness(told))
     teacher = {"url": f"http://{secret}/v1", "model": "teacher-70b", "options": {"user": secret}}
     taught = {"type": "reverse_kl", "endpoint": teacher}
     three_steps(
@@ -306,7 +313,7 @@ def test_a_monitor_gets_the_public_config_only(
                     },
                 }
             ],
-            monitors={"tensorboard": {}},
+            monitors={"wandb": {"offline": True}},
         )
     )
     found = told.read_text()
@@ -314,11 +321,9 @@ def test_a_monitor_gets_the_public_config_only(
     assert "grader-7b" in found
     assert "teacher-70b" in found
     assert secret not in found
-    assert [line for line in found.splitlines() if line.startswith("add_scalar")] == [
-        "add_scalar ('loss/mean', 1.0, 1)",
-        "add_scalar ('loss/mean', 0.5, 2)",
-        f"add_scalar ('loss/mean', {1 / 3}, 3)",
-        "add_scalar ('loss/mean', 0.125, 3)",
+    rows = [(1, 1.0), (2, 0.5), (3, 1 / 3), (3, 0.125)]
+    assert [line for line in found.splitlines() if line.startswith("log")][:3] == [
+        f"log {{'step': {step}, 'loss/mean': {loss}}}" for step, loss in rows[:3]
     ]
 
 
@@ -326,54 +331,57 @@ async def test_a_monitor_of_a_worker_gets_its_metrics_and_no_secret(
     tmp_path: Path, model_dir: Path, fake: Install
 ) -> None:
     secret, told = "correct-horse-battery", tmp_path / "told"
-    fake(WITNESS.format(told=str(told)))
+    fake(**witness(told))
     async with Swarm(tmp_path, model_dir) as swarm:
         await swarm.start_trainer()
         network = {"seeds": [f"https://me:{secret}@host/c"], "advertise": [f"{secret}:1"]}
-        worker = swarm.add_worker("w1", monitors={"tensorboard": {}}, network=network)
+        worker = swarm.add_worker("w1", monitors={"wandb": {"offline": True}}, network=network)
         await swarm.finished()
         await worker.ended()
     found = told.read_text()
-    (accepted,) = re.findall(r"add_scalar \('rollouts/accepted', (\d+), 3\)", found)
-    assert int(accepted) >= 3 * 4
-    assert '"max_batch": 256' in found.replace("\\n", "").replace("\\", "")
+    accepted = re.findall(r"log {'step': 3, .*'rollouts/accepted': (\d+)", found)
+    assert int(accepted[-1]) >= 3 * 4
+    assert "'max_batch': 256" in found
     assert secret not in found
     assert swarm.ticket not in found
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAKES if fault != "cannot be opened"])
+@pytest.mark.parametrize("fault", FAKES)
 def test_a_monitor_that_fails_or_hangs_holds_nothing_up(
     tmp_path: Path, fake: Install, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake(FAKES[fault])
-    made = config(tmp_path, monitors={"tensorboard": {}})
-    monitors = Monitors.of_run(made)
-    metrics = MetricsLog(made.run_dir / "metrics.jsonl", monitors)
+    fake(**FAKES[fault])
+    made = config(tmp_path, monitors={"wandb": {"offline": True}})
+    monitor = started(made)
+    metrics = MetricsLog(made.run_dir / "metrics.jsonl", monitor)
     began = time.monotonic()
     for step in range(LINES):
         metrics.write(step, {f"value/{at}": 0.5 for at in range(20)})
     assert time.monotonic() - began < 60, "lines were waited for"
-    monitors.close(3.0)
+    monitor.close(3.0)
     metrics.close()
+    assert time.monotonic() - began < 90, "the end was waited for"
     assert len((made.run_dir / "metrics.jsonl").read_text().splitlines()) == LINES
-    assert "monitor tensorboard" in caplog.text
+    assert "monitor wandb" in caplog.text
 
 
-def test_a_monitor_that_failed_is_named_with_its_last_words(
+def test_a_monitor_that_failed_is_named_once_with_its_error(
     tmp_path: Path, fake: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake(FAKES["cannot be opened"])
-    monitors = Monitors.of_run(config(tmp_path, monitors={"tensorboard": {}}))
-    monitors.close(PATIENCE_S)
-    assert "OSError: no such project" in caplog.text
+    fake(**FAKES["cannot be opened"])
+    monitor = started(config(tmp_path, monitors={"wandb": {"offline": True}}))
+    monitor.log(1, {"loss/mean": 1.0})
+    monitor.close(PATIENCE_S)
+    assert caplog.text.count("OSError: no such project") == 1
+    assert caplog.text.count("monitor wandb failed") == 1
 
 
 @pytest.mark.slow
 async def test_a_run_reaches_its_end_whatever_its_monitor_does(
     tmp_path: Path, model_dir: Path, fake: Install
 ) -> None:
-    fake(FAKES["hangs when it is opened"])
-    async with Swarm(tmp_path, model_dir, monitors={"tensorboard": {}}) as swarm:
+    fake(**FAKES["hangs when it is opened"])
+    async with Swarm(tmp_path, model_dir, monitors={"wandb": {"offline": True}}) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
         assert (await swarm.finished())["steps"] == 3

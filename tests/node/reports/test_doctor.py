@@ -8,7 +8,7 @@ import pytest
 
 from primerl.node.config.run import NodeConfig, RunConfig, VerificationConfig
 from primerl.node.errors import UsageError
-from primerl.node.gpus import parse_memory, visible_memory
+from primerl.node.gpus import GpuMemory, visible_memory
 from primerl.node.memory_plan.memory import Device
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.reports import doctor
@@ -21,12 +21,10 @@ from primerl.node.reports.doctor import (
     plan_run,
 )
 
-LISTING = """\
-0, GPU-aaaa, NVIDIA H200, 143771, 143000, 575.57.08
-1, GPU-bbbb, NVIDIA H200, 143771, 9000, 575.57.08
-2, GPU-cccc, NVIDIA H100, [N/A], [N/A], 575.57.08
-nonsense
-"""
+GPUS = [
+    GpuMemory("0", "GPU-aaaa", "NVIDIA H200", 140 << 30, 139 << 30, "575.57.08"),
+    GpuMemory("1", "GPU-bbbb", "NVIDIA H200", 140 << 30, 9 << 30, "575.57.08"),
+]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +33,7 @@ nonsense
 )
 def test_only_visible_gpus_count_in_their_order(listed: str | None, numbers: list[str]) -> None:
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert [gpu.number for gpu in visible_memory(environ, lambda: parse_memory(LISTING))] == numbers
+    assert [gpu.number for gpu in visible_memory(environ, lambda: GPUS)] == numbers
 
 
 def states(*checks: MachineCheck) -> list[str]:
@@ -100,7 +98,7 @@ def test_a_run_with_exact_numerics_says_what_every_engine_has_to_be() -> None:
 
 
 def test_a_gpu_that_others_use_is_named_with_the_share_that_is_left() -> None:
-    free, used = doctor.check_gpus(parse_memory(LISTING), None)
+    free, used = doctor.check_gpus(GPUS, None)
     assert free.state == "ok"
     assert used.state == "warning"
     assert "0.06" in used.advice

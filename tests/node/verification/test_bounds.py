@@ -1,6 +1,5 @@
 """Bounds: built in, made of honest rollouts, and whether cheats are outside of them."""
 
-import json
 import math
 from typing import Any
 
@@ -16,29 +15,18 @@ from primerl.node.verification.bounds import (
     REJECT_FLOOR,
     at_least,
     bands,
-    d_prime,
     false_positives,
     other_scale,
     proof_contract,
-    quantiles,
     ratio_tail,
     surely_below,
     tail,
     upper_bound,
 )
-from primerl.node.verification.cheats import (
-    batches_caught,
-    int4,
-    int8,
-    most_suspects,
-    nudged,
-    separate,
-)
 from primerl.node.verification.judgement import judge
-from primerl.node.weights.state import Tensor
 from primerl.protocol.rollouts import MEASURES, Evidence
 
-CONTRACT = proof_contract(RunConfig(), "")
+CONTRACT = proof_contract(RunConfig())
 
 
 def rollout(number: int, **measures: float) -> Evidence:
@@ -155,88 +143,6 @@ def test_too_few_rollouts_bound_no_error_rate() -> None:
     assert found.rejected_at_most == 1.0
 
 
-def test_quantiles_ascend_to_the_largest() -> None:
-    honest = noise(300, 5)
-    for name, row in quantiles(honest).items():
-        assert row == sorted(row)
-        assert row[-1] == max(getattr(one, name) for one in honest)
-
-
-def test_d_prime_is_in_standard_deviations() -> None:
-    chance = np.random.default_rng(6)
-    ours = [rollout(0, fingerprint=float(v)) for v in chance.normal(1.0, 0.1, 4_000)]
-    theirs = [rollout(0, fingerprint=float(v)) for v in chance.normal(1.5, 0.1, 4_000)]
-    assert d_prime(ours, theirs) == pytest.approx(5.0, rel=0.1)
-
-
-def test_a_cheat_separates_by_rejections_or_by_many_suspects_and_not_within_the_band() -> None:
-    bound = bands(noise(1_000, 7))
-    contract = bound.contract(CONTRACT)
-    far = [rollout(n, fingerprint=10 * bound.reject.fingerprint) for n in range(32)]
-    found = separate("far", far, contract)
-    assert (found.rejected, found.suspected, found.batches) == (32, 32, 1.0)
-    between = (bound.suspect.fingerprint + bound.reject.fingerprint) / 2
-    odd = separate("between", [rollout(n, fingerprint=between) for n in range(32)], contract)
-    assert (odd.rejected, odd.separates) == (0, True)
-    inside = separate("inside", noise(64, 8), contract)
-    assert (inside.separates, inside.batches < 0.2) == (False, True)
-
-
-def test_batches_are_caught_as_often_as_arithmetic_says() -> None:
-    assert batches_caught(10, 1, 1) == pytest.approx(1 - 0.9**16)
-    assert batches_caught(10, 0, 10) == pytest.approx(1.0)
-    assert batches_caught(0, 0, 0) == batches_caught(10, 0, 0) == 0.0
-
-
-def test_a_few_suspects_in_a_batch_are_coincidence() -> None:
-    limit = most_suspects(16)
-    assert at_least(limit + 1, 16, 0.01) <= 1e-5 < at_least(limit, 16, 0.01)
-    assert limit == 4
-
-
-def bf16(values: np.ndarray) -> Tensor:
-    bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return Tensor("BF16", values.shape, bits.reshape(-1))
-
-
-def floats(tensor: Tensor) -> np.ndarray:
-    return (tensor.data.astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
-
-
-def matrices(seed: int) -> dict[str, Tensor]:
-    drawn = np.random.default_rng(seed).normal(0, 0.02, (64, 256))
-    return {
-        "model.layers.0.mlp.up_proj.weight": bf16(drawn),
-        "model.embed_tokens.weight": bf16(drawn),
-        "model.norm.weight": bf16(np.ones(256)),
-    }
-
-
-def test_quantised_weights_have_few_levels_and_leave_the_embedding_alone() -> None:
-    state = matrices(1)
-    name = "model.layers.0.mlp.up_proj.weight"
-    for made, levels, error in ((int8(state), 255, 0.01), (int4(state), 2 * 15, 0.2)):
-        assert made["model.embed_tokens.weight"] is state["model.embed_tokens.weight"]
-        assert made["model.norm.weight"] is state["model.norm.weight"]
-        assert len(np.unique(floats(made[name])[0])) <= levels
-        apart = floats(made[name]) - floats(state[name])
-        relative = np.sqrt((apart**2).mean() / (floats(state[name]) ** 2).mean())
-        assert error / 4 < relative < error
-
-
-def test_a_nudged_state_moves_by_the_step_on_average() -> None:
-    state = matrices(2)
-    name = "model.layers.0.mlp.up_proj.weight"
-    for step in (1e-6, 1e-4):
-        moved = np.abs(floats(nudged(state, step, 3)[name]) - floats(state[name]))
-        assert moved.mean() == pytest.approx(step, rel=0.2)
-    assert (moved > 0).mean() > 0.3
-    small = floats(nudged(state, 1e-7, 3)[name]) != floats(state[name])
-    assert 0 < small.mean() < 0.05  # most weights of a bf16 policy do not change in a step
-    again = nudged(state, 1e-4, 3)[name]
-    assert json.dumps(again.data.tolist()) == json.dumps(nudged(state, 1e-4, 3)[name].data.tolist())
-
-
 def test_likelihood_ratios_count_as_far_as_they_are_ratios() -> None:
     """x ~ N(-v/2, v) has a mean of e^x of 1: what the sequential test is made for."""
     rng = np.random.default_rng(5)
@@ -258,13 +164,13 @@ def test_built_in_bounds_in_bf16_are_refused_where_draws_are_truncated() -> None
     """Honest supports of SmolLM2 have margins of 0.011 in the mean, the bound to suspect is 0.012."""
     asked: dict[str, Any] = {"verification": {"bounds": "built-in"}, "sampling": {"top_p": 0.9}}
     with pytest.raises(UsageError, match="built-in are of draws from all tokens"):
-        proof_contract(RunConfig.model_validate({**asked, "engine": {"dtype": "bfloat16"}}), "")
-    assert proof_contract(RunConfig.model_validate({**asked, "engine": {"dtype": "float32"}}), "")
+        proof_contract(RunConfig.model_validate({**asked, "engine": {"dtype": "bfloat16"}}))
+    assert proof_contract(RunConfig.model_validate({**asked, "engine": {"dtype": "float32"}}))
 
 
 def test_built_in_bounds_say_that_no_sample_is_behind_them() -> None:
     asked = {"verification": {"bounds": "built-in"}, "engine": {"dtype": "bfloat16"}}
-    contract = proof_contract(RunConfig.model_validate(asked), "")
+    contract = proof_contract(RunConfig.model_validate(asked))
     assert contract.bounds == "fixed"
     assert (contract.honest_rollouts, contract.source) == (0, "built in for bfloat16")
     assert contract.other_scale == 0.0, "unmeasured noise bans nobody"

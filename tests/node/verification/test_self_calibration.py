@@ -376,13 +376,13 @@ def test_of_100000_honest_rollouts_none_is_rejected_and_no_worker_is_banned_whil
 
 def contract(**verification: object) -> str:
     asked = {"verification": verification, "engine": {"dtype": "bfloat16"}}
-    return proof_contract(RunConfig.model_validate(asked), "").bounds
+    return proof_contract(RunConfig.model_validate(asked)).bounds
 
 
 def test_a_run_in_bfloat16_measures_its_bounds_unless_it_is_told_others() -> None:
     assert contract() == "measured"
     assert contract(bounds="built-in") == "fixed"
-    found = proof_contract(RunConfig(), "")
+    found = proof_contract(RunConfig())
     assert (found.dtype, found.bounds, found.source) == ("float32", "fixed", "built in for float32")
 
 

@@ -10,27 +10,27 @@ PRICES = {item: 5 + item * 37 % 95 for item in range(100, 1000)}
 """What the tool knows, by the item's number. Real tables belong into a file of the package, beside this module."""
 
 
-class TitleConfig(vf.TasksetConfig):
+class ShopEnvConfig(vf.TasksetConfig):
     """Options, set by `environment.args` of a run; `seed` is the run's unless it is given."""
 
     seed: int = 0
     items: int = 2
 
 
-class TitleData(vf.TaskData):
+class ShopEnvData(vf.TaskData):
     """One task: `prompt` is asked. `replies` are those of a good rollout, which a warm-up learns from."""
 
     answer: str
     replies: tuple[str, ...]
 
 
-class TitleState(vf.State):
+class ShopEnvState(vf.State):
     """What a rollout remembers between its turns; each field needs a default."""
 
     asked: tuple[int, ...] = ()
 
 
-class TitleToolset(vf.Toolset[vf.SharedToolsetConfig, TitleState]):
+class ShopEnvToolset(vf.Toolset[vf.SharedToolsetConfig, ShopEnvState]):
     """The tools. Equal calls must have equal results: the trainer makes every call again."""
 
     TOOL_PREFIX = None
@@ -49,7 +49,7 @@ def look_up(item: int) -> str:
     return str(PRICES[item])
 
 
-class TitleTask(vf.Task[TitleData, TitleState]):
+class ShopEnvTask(vf.Task[ShopEnvData, ShopEnvState]):
     """Ends with the first reply that calls no tool, and scores it."""
 
     @vf.reward(weight=1.0)
@@ -61,17 +61,17 @@ class TitleTask(vf.Task[TitleData, TitleState]):
         return float(sum(item in PRICES for item in trace.state.asked))
 
 
-class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
+class ShopEnvTaskset(vf.Taskset[ShopEnvTask, ShopEnvConfig]):
     """Task 7 is the eighth that load() gives, on every machine and each time."""
 
     INFINITE = True
 
     @classmethod
-    def toolsets(cls, config: TitleConfig) -> list[vf.Toolset]:
+    def toolsets(cls, config: ShopEnvConfig) -> list[vf.Toolset]:
         """One toolset for all rollouts: what each of them remembers is in its state."""
-        return [TitleToolset(vf.SharedToolsetConfig())]
+        return [ShopEnvToolset(vf.SharedToolsetConfig())]
 
-    def load(self) -> Iterator[TitleTask]:
+    def load(self) -> Iterator[ShopEnvTask]:
         rng = random.Random(self.config.seed)
         while True:
             items = rng.choices(list(PRICES), k=self.config.items)
@@ -82,7 +82,7 @@ class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
                 "answer": answer,
                 "replies": (*(f"<tool_call>{call}</tool_call>" for call in calls), answer),
             }
-            yield TitleTask(TitleData.model_validate(values), self.config.task)
+            yield ShopEnvTask(ShopEnvData.model_validate(values), self.config.task)
 
 
-__all__ = ["TitleTaskset"]
+__all__ = ["ShopEnvTaskset"]

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 
 
-class TitleConfig(vf.TasksetConfig):
+class LetterCountConfig(vf.TasksetConfig):
     """Options, set by `environment.args` of a run; `seed` is the run's unless it is given."""
 
     seed: int = 0
     digits: int = 4
 
 
-class TitleData(vf.TaskData):
+class LetterCountData(vf.TaskData):
     """One task: `prompt` is asked. `answer` is a right reply, which a warm-up learns from."""
 
     answer: str
@@ -24,7 +24,7 @@ def score(reply: str, answer: str) -> float:
     return float(reply.strip() == answer)
 
 
-class TitleTask(vf.Task[TitleData]):
+class LetterCountTask(vf.Task[LetterCountData]):
     """Ends after one reply, and scores it."""
 
     @vf.stop
@@ -40,18 +40,18 @@ class TitleTask(vf.Task[TitleData]):
         return float(len(trace.last_reply))
 
 
-class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
+class LetterCountTaskset(vf.Taskset[LetterCountTask, LetterCountConfig]):
     """Task 7 is the eighth that load() gives, on every machine and each time."""
 
     INFINITE = True
 
-    def load(self) -> Iterator[TitleTask]:
+    def load(self) -> Iterator[LetterCountTask]:
         rng = random.Random(self.config.seed)
         while True:
             digits = "".join(rng.choices("0123456789", k=self.config.digits))
             answer = "".join(sorted(digits))
-            data = TitleData.model_validate({"prompt": f"Sort: {digits}", "answer": answer})
-            yield TitleTask(data, self.config.task)
+            data = LetterCountData.model_validate({"prompt": f"Sort: {digits}", "answer": answer})
+            yield LetterCountTask(data, self.config.task)
 
 
-__all__ = ["TitleTaskset"]
+__all__ = ["LetterCountTaskset"]

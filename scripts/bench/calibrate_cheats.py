@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...protocol.manifests import ProofContract, RunManifest
-from ...protocol.rollouts import Evidence
-from ..errors import EngineError
-from ..inference.fingerprint import Projection
-from ..models.support import pack_support
-from ..weights.state import State, Tensor, floats
-from .auditor import AuditItem, AuditTarget, SampledSpan
-from .bounds import SUSPECT, at_least
-from .judgement import judge
+from primerl.node.errors import EngineError
+from primerl.node.inference.fingerprint import Projection
+from primerl.node.models.support import pack_support
+from primerl.node.verification.auditor import AuditItem, AuditTarget, SampledSpan
+from primerl.node.verification.bounds import SUSPECT, at_least
+from primerl.node.verification.judgement import judge
+from primerl.node.weights.state import State, Tensor, floats
+from primerl.protocol.manifests import ProofContract, RunManifest
+from primerl.protocol.rollouts import Evidence
 
 if TYPE_CHECKING:
     from torch import Tensor as TorchTensor
 
-    from ..inference.model import LanguageModel
+    from primerl.node.inference.model import LanguageModel
 
 CLAIMED = 0
 """Policy version that every forged rollout claims."""
@@ -227,7 +227,7 @@ def _forge(
 ) -> list[AuditItem]:
     import torch
 
-    from ..inference.sampler import Limits, draw
+    from primerl.node.inference.sampler import Limits, draw
 
     device, most = network.device, max(one.sampling.max_tokens for one in run.environments)
     lengths = torch.tensor([len(line.prompt) for line in lines], device=device)
@@ -318,7 +318,7 @@ def device_name(device: str) -> str:
     """Return the product name of a GPU, else the type of the device."""
     import torch
 
-    from ..inference.model import pick_device
+    from primerl.node.inference.model import pick_device
 
     found = pick_device(device)
     return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type

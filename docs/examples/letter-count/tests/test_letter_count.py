@@ -1,11 +1,13 @@
+"""Tests of letter-count: its tasks and its rewards."""
+
 from itertools import islice
 
-from MODULE import TitleConfig, TitleTaskset, score
+from letter_count import LetterCountConfig, LetterCountTaskset, score
 
 
 def first(count: int, **options: int) -> list[tuple[str, str]]:
-    config = TitleConfig.model_validate({"id": "NAME", **options})
-    tasks = islice(TitleTaskset(config).load(), count)
+    config = LetterCountConfig.model_validate({"id": "letter-count", **options})
+    tasks = islice(LetterCountTaskset(config).load(), count)
     return [(task.data.prompt, task.data.answer) for task in tasks]
 
 

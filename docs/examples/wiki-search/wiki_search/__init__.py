@@ -17,26 +17,26 @@ MOST_WORDS = 20
 """A longer answer earns nothing: it could list whatever it read."""
 
 
-class TitleConfig(vf.TasksetConfig):
+class WikiSearchConfig(vf.TasksetConfig):
     """Options, set by `environment.args` of a run."""
 
     seed: int = 0
 
 
-class TitleData(vf.TaskData):
+class WikiSearchData(vf.TaskData):
     """One task: `prompt` is asked. `replies` are those of a good rollout, which a warm-up learns from."""
 
     answer: str
     replies: tuple[str, ...] = ()
 
 
-class TitleState(vf.State):
+class WikiSearchState(vf.State):
     """What a rollout remembers between its turns; each field needs a default."""
 
     read: tuple[str, ...] = ()
 
 
-class TitleToolset(vf.Toolset[vf.SharedToolsetConfig, TitleState]):
+class WikiSearchToolset(vf.Toolset[vf.SharedToolsetConfig, WikiSearchState]):
     """The tools. Equal calls must have equal results: the trainer makes every call again."""
 
     TOOL_PREFIX = None
@@ -70,7 +70,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 @cache
 def pages() -> dict[str, tuple[str, dict[str, str]]]:
-    """Title and sections of each page, by id: pages.jsonl has `id`, `title` and `content`, which is Markdown."""
+    """WikiSearch and sections of each page, by id: pages.jsonl has `id`, `title` and `content`, which is Markdown."""
     return {row["id"]: (row["title"], sections(row["content"])) for row in rows("pages.jsonl")}
 
 
@@ -78,9 +78,7 @@ def sections(content: str) -> dict[str, str]:
     """The text of each section by its heading; what comes before the first is `top`."""
     parts = re.split(r"^#+ *(.*)$", content, flags=re.MULTILINE)
     named = [("top", parts[0]), *zip(parts[1::2], parts[2::2], strict=True)]
-    return {
-        "_".join(words(name)) or "top": text.strip() for name, text in named if text.strip()
-    }
+    return {"_".join(words(name)) or "top": text.strip() for name, text in named if text.strip()}
 
 
 def words(text: str) -> list[str]:
@@ -125,7 +123,7 @@ def is_right(reply: str, answer: str) -> bool:
     return len(said) <= MOST_WORDS and any(said[at : at + len(right)] == right for at in starts)
 
 
-class TitleTask(vf.Task[TitleData, TitleState]):
+class WikiSearchTask(vf.Task[WikiSearchData, WikiSearchState]):
     """Ends with the first reply that calls no tool, and scores it."""
 
     @vf.reward(weight=1.0)
@@ -137,19 +135,19 @@ class TitleTask(vf.Task[TitleData, TitleState]):
         return float(len(trace.state.read))
 
 
-class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
+class WikiSearchTaskset(vf.Taskset[WikiSearchTask, WikiSearchConfig]):
     """Task 7 is the eighth line of questions.jsonl: `question`, `answer` and, for a warm-up, `section`."""
 
     @classmethod
-    def toolsets(cls, config: TitleConfig) -> list[vf.Toolset]:
+    def toolsets(cls, config: WikiSearchConfig) -> list[vf.Toolset]:
         """One toolset for all rollouts: what each of them remembers is in its state."""
-        return [TitleToolset(vf.SharedToolsetConfig())]
+        return [WikiSearchToolset(vf.SharedToolsetConfig())]
 
-    def load(self) -> Iterator[TitleTask]:
+    def load(self) -> Iterator[WikiSearchTask]:
         index()  # made now, not in the first call of a tool, which has a deadline
         for row in rows("questions.jsonl"):
             values = {"prompt": row["question"], "answer": row["answer"], "replies": replies(row)}
-            yield TitleTask(TitleData.model_validate(values), self.config.task)
+            yield WikiSearchTask(WikiSearchData.model_validate(values), self.config.task)
 
 
 def replies(row: dict[str, Any]) -> tuple[str, ...]:
@@ -162,4 +160,4 @@ def replies(row: dict[str, Any]) -> tuple[str, ...]:
     return (*(f"<tool_call>{call}</tool_call>" for call in made), row["answer"])
 
 
-__all__ = ["TitleTaskset"]
+__all__ = ["WikiSearchTaskset"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 
 
-class TitleConfig(vf.TasksetConfig):
+class GuessEnvConfig(vf.TasksetConfig):
     """Options, set by `environment.args` of a run; `seed` is the run's unless it is given."""
 
     seed: int = 0
@@ -15,14 +15,14 @@ class TitleConfig(vf.TasksetConfig):
     guesses: int = 5
 
 
-class TitleData(vf.TaskData):
+class GuessEnvData(vf.TaskData):
     """One task: `prompt` is asked first."""
 
     number: int
     guesses: int
 
 
-class TitleState(vf.State):
+class GuessEnvState(vf.State):
     """What a rollout remembers between its turns; each field needs a default."""
 
     guesses: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ def answer(guess: int, number: int) -> str:
     return f"The number is {'higher' if guess < number else 'lower'}. Guess again."
 
 
-class TitleTask(vf.Task[TitleData, TitleState]):
+class GuessEnvTask(vf.Task[GuessEnvData, GuessEnvState]):
     """Scores a finished rollout."""
 
     @vf.reward(weight=1.0)
@@ -53,7 +53,7 @@ class TitleTask(vf.Task[TitleData, TitleState]):
         return float(len(trace.state.guesses))
 
 
-class TitleEnv(vf.SingleAgentEnv):
+class GuessEnvEnv(vf.SingleAgentEnv):
     """Plays a rollout turn by turn."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
@@ -67,12 +67,12 @@ class TitleEnv(vf.SingleAgentEnv):
                 segment = await interaction.turn(answer(guess, task.data.number))
 
 
-class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
+class GuessEnvTaskset(vf.Taskset[GuessEnvTask, GuessEnvConfig]):
     """Task 7 is the eighth that load() gives, on every machine and each time."""
 
     INFINITE = True
 
-    def load(self) -> Iterator[TitleTask]:
+    def load(self) -> Iterator[GuessEnvTask]:
         config = self.config
         rng = random.Random(config.seed)
         for index, _ in enumerate(iter(int, 1)):
@@ -82,7 +82,7 @@ class TitleTaskset(vf.Taskset[TitleTask, TitleConfig]):
                 "number": rng.randint(1, config.highest),
                 "guesses": config.guesses,
             }
-            yield TitleTask(TitleData.model_validate(values), config.task)
+            yield GuessEnvTask(GuessEnvData.model_validate(values), config.task)
 
 
-__all__ = ["TitleEnv", "TitleTaskset"]
+__all__ = ["GuessEnvEnv", "GuessEnvTaskset"]

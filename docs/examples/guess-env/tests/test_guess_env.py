@@ -1,11 +1,13 @@
+"""Tests of guess-env: its tasks and its rewards."""
+
 from itertools import islice
 
-from MODULE import TitleConfig, TitleTaskset, answer, read_guess
+from guess_env import GuessEnvConfig, GuessEnvTaskset, answer, read_guess
 
 
 def numbers(count: int, **options: int) -> list[int]:
-    config = TitleConfig.model_validate({"id": "NAME", **options})
-    return [task.data.number for task in islice(TitleTaskset(config).load(), count)]
+    config = GuessEnvConfig.model_validate({"id": "guess-env", **options})
+    return [task.data.number for task in islice(GuessEnvTaskset(config).load(), count)]
 
 
 def test_tasks_depend_on_the_options_alone():

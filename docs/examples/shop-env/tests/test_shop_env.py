@@ -1,13 +1,14 @@
+"""Tests of shop-env: its tasks and its rewards."""
+
 from itertools import islice
 
 import pytest
-
-from MODULE import PRICES, TitleConfig, TitleTaskset, look_up
+from shop_env import PRICES, ShopEnvConfig, ShopEnvTaskset, look_up
 
 
 def first(count: int, **options: int) -> list[tuple[str, str]]:
-    config = TitleConfig.model_validate({"id": "NAME", **options})
-    tasks = islice(TitleTaskset(config).load(), count)
+    config = ShopEnvConfig.model_validate({"id": "shop-env", **options})
+    tasks = islice(ShopEnvTaskset(config).load(), count)
     return [(task.data.prompt, task.data.answer) for task in tasks]
 
 

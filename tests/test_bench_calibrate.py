@@ -1,12 +1,14 @@
-"""A calibration from end to end, on a tiny model with sharp weights, float32, in this process."""
+"""The bench of calibrations from end to end, on a tiny model with sharp weights, float32, in this process."""
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-import msgspec
+import numpy as np
 import pytest
 import torch
 from support.engine_cases import make_qwen3
@@ -14,22 +16,32 @@ from support.engine_cases import make_qwen3
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
 from primerl.node.environments.environment import Branch, Episode, Policy, Score, Split, Task
-from primerl.node.errors import EngineError, NodeError, UsageError
+from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference.engine import Completion
 from primerl.node.verification.auditor import AuditItem, Measured, Unreadable, audit_terms
-from primerl.node.verification.bounds import proof_contract, read_calibration
-from primerl.node.verification.calibration import (
+from primerl.node.verification.bounds import at_least, bands, proof_contract
+from primerl.node.verification.prefill_audit import PrefillAudit
+from primerl.node.weights.state import State, Tensor
+from primerl.protocol.manifests import RunManifest
+from primerl.protocol.rollouts import MEASURES, Evidence
+from primerl.scripts.bench.calibrate import (
     CalibrationReport,
     CalibrationRequest,
     Calibrator,
     batch_sizes,
+    d_prime,
     entropy_share,
-    trial_run,
+    goals,
+    quantiles,
 )
-from primerl.node.verification.prefill_audit import PrefillAudit
-from primerl.node.weights.state import State
-from primerl.protocol.manifests import RunManifest, encode
-from primerl.protocol.rollouts import MEASURES
+from primerl.scripts.bench.calibrate_cheats import (
+    batches_caught,
+    int4,
+    int8,
+    most_suspects,
+    nudged,
+    separate,
+)
 
 Answer = Measured | Unreadable
 TOKENS = 24
@@ -175,7 +187,7 @@ def test_other_models_and_other_draws_are_outside_of_the_bounds(report: Calibrat
     assert not found["computed in bfloat16"].required
     assert found["computed in bfloat16"].rejected > 0
     assert report.inseparable == []
-    report.check()
+    assert all(goal["ok"] for goal in goals(report))
 
 
 def test_fingerprints_of_other_weights_stand_apart(report: CalibrationReport) -> None:
@@ -202,8 +214,8 @@ def test_equal_seeds_measure_the_same(calibrate: Calibrate, report: CalibrationR
 def test_what_cannot_tell_cheats_from_honest_workers_is_refused(calibrate: Calibrate) -> None:
     found = calibrate(auditor=HereAuditor(blind))
     assert {"int8 weights", "foreign text", "one token edited"} <= set(found.inseparable)
-    with pytest.raises(NodeError, match=r"cannot be told from int8 weights.*nothing was written"):
-        found.check()
+    missed = {goal["name"] for goal in goals(found) if not goal["ok"]}
+    assert "int8 weights: caught in 16" in missed
 
 
 def test_an_honest_rollout_that_cannot_be_audited_ends_the_calibration(
@@ -227,46 +239,6 @@ def test_a_model_that_knows_nothing_is_refused(
         calibrate(state=flat(model[1]))
 
 
-@pytest.fixture
-def written(report: CalibrationReport, tmp_path: Path) -> Path:
-    path = tmp_path / "calibration.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report.calibration("2026-11-21"))))
-    return path
-
-
-def test_a_calibration_goes_into_the_run_manifest(report: CalibrationReport, written: Path) -> None:
-    assert read_calibration(written) == report.calibration("2026-11-21")
-    settings = config(calibration=written)
-    proofs = proof_contract(settings, report.model)
-    assert (proofs.reject, proofs.suspect) == (report.reject, report.suspect)
-    assert (proofs.honest_rollouts, proofs.honest_tokens) == (48, report.tokens)
-    assert proofs.source == "hf against hf on cpu, 2026-11-21"
-    bare = trial_run(settings, config_file=b"", vocab_size=272, stop_token_ids=(258,))
-    manifest = encode(msgspec.structs.replace(bare, proofs=proofs))
-    assert msgspec.msgpack.decode(manifest, type=RunManifest).proofs == proofs
-
-
-def test_a_calibration_of_something_else_is_refused(
-    report: CalibrationReport, written: Path
-) -> None:
-    settings: dict[str, dict[str, object]] = {"verification": {"calibration": written}}
-    other: dict[str, dict[str, object]] = {**settings, "engine": {"dtype": "bfloat16"}}
-    for model, wrong in (("00" * 32, settings), (report.model, other)):
-        with pytest.raises(UsageError, match=r"another model, fingerprint, engine\.dtype"):
-            proof_contract(RunConfig.model_validate(wrong), model)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [(b'"projection"', b'"toploc"'), (b"}", b"")], ids=["removed", "cut short"]
-)
-def test_a_calibration_that_cannot_be_read_is_refused(
-    written: Path, old: bytes, new: bytes
-) -> None:
-    written.write_bytes(written.read_bytes().replace(old, new))
-    with pytest.raises(UsageError, match="run primerl-node calibrate"):
-        read_calibration(written)
-
-
 def test_rollouts_are_made_alone_and_in_company() -> None:
     assert batch_sizes(512, 256) == [(64, 1), (192, 8), (256, 256)]
     assert batch_sizes(16, 4) == [(2, 1), (14, 4)]
@@ -275,3 +247,104 @@ def test_rollouts_are_made_alone_and_in_company() -> None:
 
 def test_entropy_is_that_of_an_even_distribution() -> None:
     assert entropy_share([], 272) == 0.0
+
+
+# -- figures ----------------------------------------------------------------------------------------
+
+CONTRACT = proof_contract(RunConfig())
+
+
+def rollout(number: int, **measures: float) -> Evidence:
+    values: dict[str, Any] = dict.fromkeys(MEASURES, 0.0) | measures
+    return Evidence(group=0, rollout=number, tokens=64, **values)
+
+
+def noise(count: int, seed: int, scale: float = 0.01) -> list[Evidence]:
+    """Rollouts whose measures are independent and exponential."""
+    drawn = np.random.default_rng(seed).exponential(scale, (count, len(MEASURES)))
+    return [
+        rollout(number, **dict(zip(MEASURES, map(float, row), strict=True)))
+        for number, row in enumerate(drawn)
+    ]
+
+
+def test_quantiles_ascend_to_the_largest() -> None:
+    honest = noise(300, 5)
+    for name, row in quantiles(honest).items():
+        assert row == sorted(row)
+        assert row[-1] == max(getattr(one, name) for one in honest)
+
+
+def test_d_prime_is_in_standard_deviations() -> None:
+    chance = np.random.default_rng(6)
+    ours = [rollout(0, fingerprint=float(v)) for v in chance.normal(1.0, 0.1, 4_000)]
+    theirs = [rollout(0, fingerprint=float(v)) for v in chance.normal(1.5, 0.1, 4_000)]
+    assert d_prime(ours, theirs) == pytest.approx(5.0, rel=0.1)
+
+
+def test_a_cheat_separates_by_rejections_or_by_many_suspects_and_not_within_the_band() -> None:
+    bound = bands(noise(1_000, 7))
+    contract = bound.contract(CONTRACT)
+    far = [rollout(n, fingerprint=10 * bound.reject.fingerprint) for n in range(32)]
+    found = separate("far", far, contract)
+    assert (found.rejected, found.suspected, found.batches) == (32, 32, 1.0)
+    between = (bound.suspect.fingerprint + bound.reject.fingerprint) / 2
+    odd = separate("between", [rollout(n, fingerprint=between) for n in range(32)], contract)
+    assert (odd.rejected, odd.separates) == (0, True)
+    inside = separate("inside", noise(64, 8), contract)
+    assert (inside.separates, inside.batches < 0.2) == (False, True)
+
+
+def test_batches_are_caught_as_often_as_arithmetic_says() -> None:
+    assert batches_caught(10, 1, 1) == pytest.approx(1 - 0.9**16)
+    assert batches_caught(10, 0, 10) == pytest.approx(1.0)
+    assert batches_caught(0, 0, 0) == batches_caught(10, 0, 0) == 0.0
+
+
+def test_a_few_suspects_in_a_batch_are_coincidence() -> None:
+    limit = most_suspects(16)
+    assert at_least(limit + 1, 16, 0.01) <= 1e-5 < at_least(limit, 16, 0.01)
+    assert limit == 4
+
+
+def bf16(values: np.ndarray) -> Tensor:
+    bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return Tensor("BF16", values.shape, bits.reshape(-1))
+
+
+def floats(tensor: Tensor) -> np.ndarray:
+    return (tensor.data.astype(np.uint32) << 16).view(np.float32).reshape(tensor.shape)
+
+
+def matrices(seed: int) -> dict[str, Tensor]:
+    drawn = np.random.default_rng(seed).normal(0, 0.02, (64, 256))
+    return {
+        "model.layers.0.mlp.up_proj.weight": bf16(drawn),
+        "model.embed_tokens.weight": bf16(drawn),
+        "model.norm.weight": bf16(np.ones(256)),
+    }
+
+
+def test_quantised_weights_have_few_levels_and_leave_the_embedding_alone() -> None:
+    state = matrices(1)
+    name = "model.layers.0.mlp.up_proj.weight"
+    for made, levels, error in ((int8(state), 255, 0.01), (int4(state), 2 * 15, 0.2)):
+        assert made["model.embed_tokens.weight"] is state["model.embed_tokens.weight"]
+        assert made["model.norm.weight"] is state["model.norm.weight"]
+        assert len(np.unique(floats(made[name])[0])) <= levels
+        apart = floats(made[name]) - floats(state[name])
+        relative = np.sqrt((apart**2).mean() / (floats(state[name]) ** 2).mean())
+        assert error / 4 < relative < error
+
+
+def test_a_nudged_state_moves_by_the_step_on_average() -> None:
+    state = matrices(2)
+    name = "model.layers.0.mlp.up_proj.weight"
+    for step in (1e-6, 1e-4):
+        moved = np.abs(floats(nudged(state, step, 3)[name]) - floats(state[name]))
+        assert moved.mean() == pytest.approx(step, rel=0.2)
+    assert (moved > 0).mean() > 0.3
+    small = floats(nudged(state, 1e-7, 3)[name]) != floats(state[name])
+    assert 0 < small.mean() < 0.05  # most weights of a bf16 policy do not change in a step
+    again = nudged(state, 1e-4, 3)[name]
+    assert json.dumps(again.data.tolist()) == json.dumps(nudged(state, 1e-4, 3)[name].data.tolist())

@@ -1,0 +1,66 @@
+"""NVML of a machine with GPUs of the test's, in the place of pynvml."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class NvmlError(Exception):
+    """Stands for pynvml.NVMLError."""
+
+
+class LibraryNotFound(NvmlError):
+    """Stands for pynvml.NVMLError_LibraryNotFound."""
+
+
+def install_nvml(
+    monkeypatch: pytest.MonkeyPatch,
+    uuids: Sequence[str],
+    *,
+    slices: Mapping[str, Sequence[str]] | None = None,
+    total: int = 141 << 30,
+    free: int = 140 << 30,
+    fault: type[NvmlError] | None = None,
+) -> None:
+    """Let NVML list GPUs of these UUIDs, some of them cut into `slices`; `fault` is what its start raises."""
+    cut = slices or {}
+
+    def start() -> None:
+        if fault is not None:
+            raise fault
+
+    def memory(_: str) -> Any:
+        if not total:
+            raise NvmlError
+        return SimpleNamespace(total=total, free=free)
+
+    def mode(uuid: str) -> tuple[int, int]:
+        return int(uuid in cut), 0
+
+    def slice_of(uuid: str, index: int) -> str:
+        if index >= len(cut[uuid]):
+            raise NvmlError
+        return cut[uuid][index]
+
+    found: dict[str, Any] = {
+        "NVMLError": NvmlError,
+        "NVMLError_LibraryNotFound": LibraryNotFound,
+        "NVML_DEVICE_MIG_ENABLE": 1,
+        "nvmlInit": start,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "570.1",
+        "nvmlDeviceGetCount": lambda: len(uuids),
+        "nvmlDeviceGetHandleByIndex": uuids.__getitem__,
+        "nvmlDeviceGetUUID": str,
+        "nvmlDeviceGetName": "NVIDIA H200{:.0}".format,
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetMigMode": mode,
+        "nvmlDeviceGetMaxMigDeviceCount": len,  # more places than slices
+        "nvmlDeviceGetMigDeviceHandleByIndex": slice_of,
+    }
+    module = ModuleType("pynvml")
+    vars(module).update(found)
+    monkeypatch.setitem(sys.modules, "pynvml", module)
