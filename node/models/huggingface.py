@@ -87,6 +87,7 @@ COMPACT_TEMPLATE = (
     "{%- if tools -%}<|system|>"
     "{%- for tool in tools -%}"
     "{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})"
+    "{%- if tool.function.description -%}: {{ tool.function.description }}{%- endif -%}"
     "{%- if not loop.last -%}, {% endif -%}"
     "{%- endfor -%}<|im_end|>{%- endif -%}"
     "{%- for message in messages -%}"
@@ -99,7 +100,7 @@ COMPACT_TEMPLATE = (
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
 """Chat template with one token per role: ChatML's role names would take 16 byte-level tokens a turn. A tool is
-rendered as its name and argument names; calls have the format that vLLM calls hermes."""
+rendered as its name, argument names and description; calls have the format that vLLM calls hermes."""
 
 
 _importing = threading.Lock()

@@ -13,6 +13,7 @@ CONFIGS = ROOT / "configs"
 LAPTOPS = [
     "debug",
     "demo",
+    "mixture",
     *(f"{path.parent.name}/laptop" for path in CONFIGS.glob("*/laptop.toml")),
 ]
 LAPTOPS.remove("smollm2/laptop")  # its model is installed: test_smollm2.py

@@ -26,6 +26,7 @@ from primerl.node.environments.policies import ShownReplies, turn_spans
 from primerl.node.environments.tools import PARSERS, CallParser
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
+from primerl.node.models.huggingface import COMPACT_TEMPLATE
 
 TASKSETS = Path(__file__).parent / "tasksets"
 Start = Callable[..., Awaitable[Environment]]
@@ -273,6 +274,10 @@ async def test_a_template_without_tool_calls_needs_a_parser_in_the_config(start:
     with pytest.raises(EnvironmentFailed, match="writes no tool calls"):
         await start(template=shown)
     await start(template=shown, options={"tool_call_parser": "hermes"})
+
+
+async def test_models_that_are_made_here_are_shown_tools_as_any_other(start: Start) -> None:
+    await start(template=COMPACT_TEMPLATE)
 
 
 @pytest.mark.parametrize(
