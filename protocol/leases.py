@@ -95,13 +95,13 @@ def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
     """Check that a lease names tasks of its environment, each once; `digest_of` is that environment's.
 
     Raises:
-        RemoteProtocolError: WRONG_TASK. What digest_of raises for an index that is none goes through.
+        RemoteProtocolError: WRONG_TASK. Errors that `digest_of` raises for an unknown index are passed on.
     """
-    seen: set[int] = set()
+    indices: set[int] = set()
     for task in lease.tasks:
-        if task.index in seen:
+        if task.index in indices:
             raise RemoteProtocolError(Reason.WRONG_TASK, f"task {task.index} twice in one lease")
-        seen.add(task.index)
+        indices.add(task.index)
         if digest_of(task.index) != task.digest:
             detail = f"task {task.index} differs: environment or its version is another"
             raise RemoteProtocolError(Reason.WRONG_TASK, detail)

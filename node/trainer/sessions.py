@@ -97,7 +97,7 @@ class Sessions:
 
     def sweep(self) -> None:
         """Forget sessions whose connection is closed: it holds some 95 KB for as long as we do."""
-        for node in [node for node, one in self._sessions.items() if one.connection.closed]:
+        for node in [node for node, session in self._sessions.items() if session.connection.closed]:
             del self._sessions[node]
 
     def second(self, node: bytes) -> str:

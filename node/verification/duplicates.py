@@ -179,8 +179,10 @@ class WindowHashes:
         self._secret = secret
         doublings = SIZES[-1].bit_length() - 1
         count = doublings * 2 * 3 * 8 // 32 + 1
-        drawn = b"".join(derive("windows of texts", secret, bytes([at])) for at in range(count))
-        numbers = np.frombuffer(drawn, np.uint64, doublings * 2 * 3)
+        random_bytes = b"".join(
+            derive("windows of texts", secret, bytes([at])) for at in range(count)
+        )
+        numbers = np.frombuffer(random_bytes, np.uint64, doublings * 2 * 3)
         self._keys = numbers.reshape(doublings, 3, 2, 1)
 
     def sliding(self, tokens: NDArray[np.uint32]) -> Iterator[tuple[int, Keys]]:
@@ -279,18 +281,18 @@ class _Index:
         at = self._heads.take(self._buckets(keys))
         places = np.flatnonzero(at > 0)
         rows, wanted = at[places] - 1, keys[places]
-        found: list[tuple[Counts, Rows]] = []
+        matches: list[tuple[Counts, Rows]] = []
         while len(places):
             same = self._keys.take(rows) == wanted
-            found.append((places[same], rows[same]))
+            matches.append((places[same], rows[same]))
             at = self._next.take(rows)
             more = np.flatnonzero(~same & (at > 0))
             places, rows, wanted = places[more], at[more] - 1, wanted[more]
-        if not found:
+        if not matches:
             return np.zeros(0, np.int64), np.zeros(0, np.int32)
-        places = np.concatenate([each for each, _ in found])
+        places = np.concatenate([each for each, _ in matches])
         order = np.argsort(places)
-        return places[order], np.concatenate([each for _, each in found])[order]
+        return places[order], np.concatenate([each for _, each in matches])[order]
 
     def is_before(self, rows: Rows, owner: Owner) -> Flags:
         """Return which rows have owners that came before `owner`."""

@@ -1,6 +1,6 @@
-"""Make the verdict on a submission: what arrived, what of it passes, what was measured, and what is told of it.
+"""Make the verdict on a submission: what arrived, which rollouts pass, what was measured.
 
-The verifier fills a PendingVerdict, check by check (verifier.py); make_verdict() says what of it is signed.
+The verifier fills a PendingVerdict, check by check (verifier.py); make_verdict() makes the part that is signed.
 """
 
 import asyncio
