@@ -134,7 +134,7 @@ DOUBT = 0.045
 WINDOW = 32
 """Groups that a running mean remembers, about."""
 MIN_GROUPS = 16
-"""Groups of a peer below which nothing is said of it."""
+"""Least number of groups of a peer that is compared with others."""
 FRESH = 64
 """A peer that sent none of an environment's last FRESH groups says nothing of its present rewards."""
 ODD_Z, SURE_Z = 3.0, 6.0
@@ -144,7 +144,7 @@ MAX_ENVIRONMENTS = 16
 
 
 def audit_rate(trust: Trust, base: float, outlierness: float, recent_fault: bool) -> float:
-    """Share of a peer's next rollouts of an environment that is audited.
+    """Return the share of a peer's next rollouts of an environment that is audited.
 
     `trust` is the one in that environment, `base` is contract.audit_rate, outlierness in [0, 1].
 
@@ -219,7 +219,7 @@ class _Series:
             peer.excess.add(value - centre)
 
     def _centre(self, node: bytes) -> float | None:
-        """Median level of the other peers: a minority cannot move it far."""
+        """Return the median level of the other peers: a minority cannot move it far."""
         levels = [
             peer.level.mean
             for other, peer in self.peers.items()
@@ -228,7 +228,7 @@ class _Series:
         return median(levels) if levels else None
 
     def score(self, node: bytes) -> float:
-        """Robust z-score: the peer's excess over its standard error and the spread of the others' excesses."""
+        """Compute the robust z-score: a peer's excess over its error and the spread of the others' excesses."""
         peer = self.peers.get(node)
         if peer is None or peer.excess.count < MIN_GROUPS:
             return 0.0

@@ -60,7 +60,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     environment: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ENVIRONMENTS)] = 0
     """Place in RunManifest.environments of the one environment whose tasks these are."""
     prompts: Annotated[tuple[Prompt, ...], msgspec.Meta(max_length=4096)] = ()
-    """Of each task, in order, where its environment has no tasks of its own (LEASED_PROMPTS); else empty."""
+    """Prompts of the tasks, in order, if the environment has none of its own (LEASED_PROMPTS); else empty."""
 
 
 def environment_of(run: RunManifest, lease: Lease) -> EnvironmentContract:
@@ -108,7 +108,7 @@ def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
 
 
 def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
-    """Open the lease inside a submission: the trainer signed it, for this worker; not its deadline."""
+    """Open the lease inside a submission: check the signature and the recipient, not the deadline."""
     return unseal(
         sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
     ).body

@@ -159,7 +159,7 @@ class Verification:
         trainer: bytes,
         factories: Factories,
     ) -> None:
-        """`trainer` is this node's id. Raises UsageError for validators that are no node ids."""
+        """`trainer` is this node's id. Raises UsageError for validators that are not node ids."""
         settings = config.verification
         self._documents = documents
         self._auditor = factories.auditor(auditing(config), factories.timeouts.audit_s)
@@ -246,7 +246,7 @@ class Farewell:
     it."""
 
     def after(self, uptime_s: float) -> float:
-        """Seconds to stay after the last step of a trainer that resumed a run and is there for `uptime_s`."""
+        """Return the seconds to stay after the last step of a trainer that resumed a run, up for `uptime_s`."""
         return max(self.finished_s, self.returned_s - uptime_s)
 
 

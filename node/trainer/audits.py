@@ -439,9 +439,9 @@ class AuditQueue:
         return job.validator, report
 
     def _bench(self, job: AssignedAudit, why: str) -> None:
-        """Give a validator nothing for a time, once for all jobs that it had then.
+        """Give a validator no jobs for a time, once for all jobs that it had then.
 
-        Finished jobs do not shorten the next pause: else it could hold up one in two for as long as it likes.
+        Finished jobs do not shorten the next pause: else it could delay every second job without end.
         """
         validator, now = self.validators[job.validator], self._clock()
         if now < validator.benched_until or self._records[job.validator].disqualified:

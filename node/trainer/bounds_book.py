@@ -115,8 +115,8 @@ class BoundsBook:
     def excused(self, node: bytes, numerics: NumericsClass | None) -> bool:
         """Return whether a node could not know, when it was leased, that its class has no bounds.
 
-        They were withdrawn since, or it is a reference, with which a stage of another node worked. Who is
-        leased as one class and sends as another is not excused.
+        They were withdrawn since, or it is a reference, with which a stage of another node worked. A
+        worker that is leased as one class and sends as another is not excused.
         """
         known = self._calibration
         return known is None or self.is_reference(node) or known.had_bounds(numerics or UNKNOWN)

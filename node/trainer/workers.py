@@ -255,7 +255,7 @@ class WorkerRegistry:
         return known or self.named(node) or bool(self.services.ledger.ticket_of(node))
 
     def _retired(self, node: bytes) -> str:
-        """Return that and when a key was retired; "" if it was not."""
+        """Say that a key was retired, and when; "" if it was not."""
         retirement = self.retired.get(node)
         if retirement is None:
             return ""
@@ -460,10 +460,10 @@ class WorkerRegistry:
             logger.warning("%s", warning)
 
     def sweep(self) -> None:
-        """Drop what rows of workers that are gone hold, once in SWEEP_S.
+        """Drop the data of workers that are gone, once in SWEEP_S.
 
-        Verdicts that nobody fetched are in the ledger. A row goes only where it remembers nothing: who leaves
-        and comes back finds the same place as before. What tickets and networks had is not kept in rows.
+        Unfetched verdicts are in the ledger. A row is removed only if it remembers nothing: a worker that comes
+        back finds the same place as before. The use of tickets and networks is not stored in rows.
         """
         now = self.clock()
         if now < self._sweep_at:
@@ -754,7 +754,7 @@ def _near_and_far(records: Sequence[bytes], peer: bytes, most: int) -> tuple[byt
 
 
 def trim_heap() -> None:
-    """Give memory that was freed back to the system: most of what the transport held of keys that left.
+    """Return freed memory to the system: mostly the transport's, of keys that left.
 
     The C library keeps it otherwise; one without malloc_trim (macOS, musl) always does. It takes milliseconds.
     """

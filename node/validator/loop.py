@@ -75,10 +75,7 @@ MAX_FAILURES = 3
 
 
 class StateCache:
-    """Cache of the last `keep` policies, which WeightSync loads as into an Engine.
-
-    It generates nothing.
-    """
+    """Cache of the last `keep` policies; WeightSync loads it like an Engine, but it generates nothing."""
 
     def __init__(self, keep: int) -> None:
         self._states = StateHistory(keep)

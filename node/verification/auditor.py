@@ -124,7 +124,7 @@ class Reading(msgspec.Struct, frozen=True, tag="reading"):
 
 
 class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
-    """A branch whose proof is malformed, or on which alone the audit failed."""
+    """A branch with a malformed proof, or one whose audit failed by itself."""
 
     detail: str
     proof: bool
@@ -205,9 +205,9 @@ def other_versions(claimed: Set[int], others: Mapping[int, Sequence[int]]) -> li
 COMPARISONS = 16
 """Latest comparisons with another version that are remembered."""
 TELLING_NATS = 3.0
-"""Mean evidence of these below which versions are alike: less makes no rollout suspect."""
+"""Versions are alike if the mean evidence of these is below this: less makes no rollout suspect."""
 SELDOM = 8
-"""One audit of this many compares versions that are alike."""
+"""Of this many audits one compares versions that are alike."""
 
 
 class VersionComparisons:
@@ -230,7 +230,7 @@ class VersionComparisons:
         return not alike or self._audits % SELDOM == 0
 
     def note(self, other_policy: float) -> None:
-        """Count the evidence of a rollout, nats; 0 of one that was not compared."""
+        """Count the evidence of a rollout, nats; 0 if it was not compared."""
         if other_policy:
             self._seen.append(abs(other_policy))
 
@@ -298,7 +298,7 @@ def plan_of(
 
 
 def plain_turns(branches: Sequence[Branch]) -> Sequence[Sequence[int]] | None:
-    """Number the turns of a rollout of one branch; None if several: only the environment can."""
+    """Number the turns of a rollout of one branch; None if it has more: only the environment can."""
     if len(branches) != 1:
         return None
     return [range(len(sampled_runs(branches[0].sampled)))]

@@ -163,7 +163,7 @@ class _Earlier:
         self.tokens += int(counts.sum())
 
     def source(self, windows: "_Index") -> Owner:
-        """Return the owner that gave most of them; of several, the one that came first."""
+        """Return the owner of most of them; of several, the one that came first."""
         return windows.first_of_most(np.concatenate(self._rows), np.concatenate(self._counts))
 
 
@@ -359,7 +359,7 @@ class _Index:
         return (keys & self._mask).view(np.int64)
 
     def _free(self, count: int) -> Rows:
-        """Return `count` rows that are not in use: dropped ones, where all are."""
+        """Return `count` rows that are not in use; drop rows if all are."""
         unused = np.arange(self._used, min(self._used + count, self._max_rows), dtype=np.int32)
         self._used += len(unused)
         oldest: list[Rows] = []
@@ -394,7 +394,7 @@ class _Index:
         self._heads[buckets[first]] = rows[first] + 1
 
     def _unlink(self, rows: Rows) -> None:
-        """Take rows out of their chains, of each bucket one at a time."""
+        """Remove rows from their chains, one row of each bucket at a time."""
         while len(rows):
             buckets, first = np.unique(self._buckets(self._keys[rows]), return_index=True)
             these = rows[first]

@@ -54,7 +54,7 @@ PORTION_TIME_SHARE = 4
 
 
 class LocalAudits:
-    """An AuditService with this node's auditor, and an Auditor that makes the waiting audits of it together.
+    """An AuditService with this node's auditor; as an Auditor it makes the waiting audits together.
 
     After a fault each is made alone: texts of one worker must not harm those of another.
     """

@@ -104,12 +104,12 @@ class SubmissionCheck:
     """Why it refuses."""
     cost: str
     again: bool = True
-    """Whether it is repeated where a verdict stands that was given before a restart."""
+    """Whether it runs again if a verdict from before a restart stands."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """What measures the envelope, and what keeps it."""
+    """Measurement of the envelope, and the calibration that stores it."""
 
     envelope: NoiseEnvelope
     calibration: SelfCalibration
@@ -119,7 +119,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class _ReadingAnswer:
-    """Readings of the `asked` texts, without those that could not be read; or why none could be."""
+    """Readings of `asked` texts, except the unreadable ones; or the reason why none was read."""
 
     asked: int
     readings: Sequence[Reference] = ()
@@ -208,7 +208,7 @@ class Verifier:
         """Done when all submissions before were checked for copies."""
 
     async def close(self) -> None:
-        """End what is still read."""
+        """End the reading that is still running."""
         await end_tasks(self._reading)
 
     @property
@@ -324,7 +324,7 @@ class Verifier:
         work.rollouts = [rollout for rollout in work.rollouts if self._is_held(rollout, work)]
 
     async def _check_still_held(self, work: PendingVerdict) -> None:
-        """Check once more, and hold for the audit what is held now: copies are looked for meanwhile.
+        """Check staleness again, and hold the states for the audit while copies are looked for.
 
         While rollouts were scored the publisher may have dropped an old version; a stale rollout leaves no
         trace among the copies.
@@ -342,7 +342,7 @@ class Verifier:
         return not lost
 
     async def _check_copies(self, work: PendingVerdict) -> None:
-        """Reject copies, those of earlier submissions, too. A thread looks for them: the event loop goes on."""
+        """Reject copies, also of earlier submissions. A thread looks for them: the event loop goes on."""
         await work.turn.wait()
         sampling = environment_of(self._run, work.lease).sampling
         # Without temperature replies to equal prompts are equal, with top_k they may be: logprobs do not tell
@@ -597,7 +597,7 @@ class Verifier:
         work.audited.envelope = bounds or work.audited.envelope
 
     def _call(self, passed: Sequence[RescoredRollout], work: PendingVerdict) -> AuditCall:
-        """Make the audit call for some of those that passed."""
+        """Make the audit call for some of the rollouts that passed."""
         arrival, lease, states = work.arrival, work.lease, work.states
         sampling = environment_of(self._run, lease).sampling
         claimed = {version for scored in passed for version in claimed_versions(scored.rollout)}

@@ -219,7 +219,7 @@ class AuditingEngine:
         return current is not None and current.version == version and current.same.matches(state)
 
     def order_of(self, versions: Collection[int]) -> list[int]:
-        """Order `versions` for a visit of each: from the end that is nearer to the held one, step by step."""
+        """Sort `versions`, beginning at the end that is nearer to the held one."""
         order = sorted(versions)
         current = -1 if self._held is None else self._held.version
         return order[::-1] if abs(current - order[-1]) < abs(current - order[0]) else order
@@ -239,7 +239,7 @@ class AuditingEngine:
                 await self._switch(number, step)
 
     def _steps(self, version: int, state: State) -> list[tuple[int, State]]:
-        """Return the versions to switch to in turn: where neighbours in a history differ is known."""
+        """Return the versions to switch to in turn: the differences of neighbours in a history are known."""
         old = None if self._held is None or self._policy.base else self._held.state()
         if old is None:
             return [(version, state)]
@@ -409,16 +409,16 @@ class _Text:
         return (item.temperature, item.top_k, item.top_p), *self.lead(place)
 
     def request(self, lead: list[int], claims: Claims, salt: str = "") -> PrefillRequest:
-        """Ask for measurements of `claims`, to which `lead` led."""
+        """Make the request for measurements of `claims`, which follow the tokens `lead`."""
         item, width = self.item, claims["support"].shape[1]
         return PrefillRequest(
             lead, claims.tobytes(), item.temperature, salt, item.top_k, item.top_p, width
         )
 
     def request_kept(self, part: "_KeptPart", salt: str) -> PrefillRequest:
-        """Ask for the measurements of a part, after that of the token before it, if its block was kept.
+        """Make the request for a part's measurements, after those of the token before it, if its block was kept.
 
-        The latter must not be computed: what was kept is in the cache.
+        That token must not be computed again: it is in the cache.
         """
         claims, places = self.stating(part.tokens), self.places[part.tokens]
         start = 0 if part.is_first else (int(places[0]) - 1) // KV_BLOCK * KV_BLOCK
@@ -453,7 +453,7 @@ class _KeptPart(NamedTuple):
 
 
 class _KeptRead(NamedTuple):
-    """A part to read, and what its reply's blocks are found by."""
+    """A part to read, and the salt by which its reply's blocks are found."""
 
     text: _Text
     part: _KeptPart
@@ -650,7 +650,7 @@ class VllmAuditor:
         return [fault or self._fault(item) for item, fault in zip(items, faults, strict=True)]
 
     def _fault(self, item: AuditItem) -> Unreadable | None:
-        """Explain why a sound item is not for this auditor; None if it is."""
+        """Explain why this auditor cannot take a sound item; None if it can."""
         longest = self._config.max_model_len
         if len(item.token_ids) > longest:
             detail = f"{len(item.token_ids)} tokens, where this run has {longest} at most"
@@ -703,7 +703,7 @@ class VllmAuditor:
         return [None] * len(texts)
 
     def _sum_up(self, texts: Sequence[_Text]) -> None:
-        """Begin to summarize those that were read, while the next ones are."""
+        """Begin to summarize the texts that were read, while the next ones are being read."""
         if done := [text for text in _unsummed(texts) if text.is_read]:
             sums = asyncio.get_running_loop().run_in_executor(self._summing, sum_up, done)
             for number, text in enumerate(done):
