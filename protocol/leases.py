@@ -103,7 +103,7 @@ def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
             raise RemoteProtocolError(Reason.WRONG_TASK, f"task {task.index} twice in one lease")
         indices.add(task.index)
         if digest_of(task.index) != task.digest:
-            detail = f"task {task.index} differs: environment or its version is another"
+            detail = f"task {task.index} differs: another environment, or another version of it"
             raise RemoteProtocolError(Reason.WRONG_TASK, detail)
 
 

@@ -370,7 +370,7 @@ class NodeRecord:
         self.free_returns = min(MAX_FREE_RETURNS, self.free_returns + FREE_RETURN_STEP * kept_share)
 
     def lose(self, leases: int, groups: float, policy: LeasePolicy, now: float) -> None:
-        """Count leases, of `groups` in all, that did not come back, or with nothing: the node cools off.
+        """Count leases, of `groups` in all, that did not come back or brought nothing: the node cools off.
 
         The cooling-off doubles with every loss. A kept lease ends the doubling for a steady node only; for a
         node that loses more than a quarter it undoes one, so a node that drops every other lease (those with

@@ -538,7 +538,11 @@ class PipelineCoordinator:
             group.doubts.setdefault(peer, now)
         if accused:
             gone = {self._book.blame(peer, node, now) for node in sorted(accused)}
-            why = "calls others lost that we hear" if peer in gone else f"lost, says {short(peer)}"
+            why = (
+                "reports nodes lost that are still heard"
+                if peer in gone
+                else f"lost, says {short(peer)}"
+            )
             self._without(gone, why)
 
     def _hear_head(self, group: PipelineGroup, now: float) -> None:

@@ -285,9 +285,13 @@ class TaskSupply:
         book, queue = self._book, self._book.tasks[self._number]
         upcoming = book.upcoming(self._number, leases)
         out = (*book.held.values(), *book.unjudged.values())
-        if not upcoming and queue.unfit and all(it.lease.environment != self._number for it in out):
+        if (
+            not upcoming
+            and queue.unfit
+            and all(grant.lease.environment != self._number for grant in out)
+        ):
             raise EnvironmentFailed(
-                self._too_long(f"no prompt of its {len(queue.unfit)} left fits")
+                self._too_long(f"none of its {len(queue.unfit)} remaining prompts fits")
             )
         return upcoming
 
@@ -480,7 +484,7 @@ class LeaseScheduler:
             return "the run has no policy version yet"
         if rest > 0:
             return (
-                f"this node rests {rest:.0f} s, as leases of it did not come back, or with nothing"
+                f"this node rests {rest:.0f} s, as its leases did not come back or brought nothing"
             )
         if any(grant.node == peer for grant in self.book.held.values()):
             return "it holds as many leases as its record allows"

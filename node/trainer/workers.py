@@ -446,7 +446,7 @@ class WorkerRegistry:
         account = self.services.ledger.ticket(ticket)
         label = f" ({account.label})" if account is not None and account.label else ""
         return (
-            f"{lost} leases of newcomers with ticket {name}{label} did not come back, or with nothing: if it "
+            f"{lost} leases of newcomers with ticket {name}{label} did not come back or brought nothing: if it "
             f"leaked, `primerl-node ticket revoke {name}` and give out another"
         )
 

@@ -281,9 +281,7 @@ class ValidatorRole:
             report = _failed(job, f"{error}")
         await self._report(report)
         if self._failures >= MAX_FAILURES:
-            raise EngineError(
-                "the auditor fails at everything: see the log, and start this node again"
-            )
+            raise EngineError("every audit fails: see the log, then start this node again")
         if not report.failed:
             self.audits += 1
             self.rollouts += len(job.chosen)

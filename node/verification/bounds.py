@@ -105,8 +105,8 @@ def proof_contract(config: RunConfig) -> ProofContract:
     truncates = any(config.sampling_of(environment).truncates for environment in config.mixture)
     if truncates and not measured and dtype == "bfloat16":
         raise UsageError(
-            "verification.bounds = built-in are of draws from all tokens, and with top_p or top_k honest ones "
-            "are above them: leave it out"
+            "verification.bounds = built-in is for draws from all tokens, and honest work with top_p or top_k "
+            "exceeds these bounds: leave the key out"
         )
     if measured:
         reject = suspect = PROVISIONAL

@@ -128,7 +128,7 @@ def _boundary_fault(item: AuditItem, layers: int) -> str:
         return ""
     heights = [0, *(boundary.layers for boundary in item.boundaries), layers]
     if any(low >= high for low, high in pairwise(heights)):
-        return f"boundaries behind layers that the model has not, or out of order: {heights[1:-1]}"
+        return f"boundaries after layers that the model does not have, or out of order: {heights[1:-1]}"
     if any(len(boundary.proof) != TOKEN_BYTES * len(item.versions) for boundary in item.boundaries):
         return "boundaries of another number of tokens"
     return ""

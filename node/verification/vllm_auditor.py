@@ -416,7 +416,7 @@ class _Text:
         )
 
     def request_kept(self, part: "_KeptPart", salt: str) -> PrefillRequest:
-        """Make the request for a part's measurements, after those of the token before it, if its block was kept.
+        """Make the request for a part's measurements, after the token's before it, if its block was kept.
 
         That token must not be computed again: it is in the cache.
         """
