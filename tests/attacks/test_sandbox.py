@@ -34,7 +34,9 @@ from primerl.node.environments.sandbox import SCRATCH_PREFIX, Sandbox, Scratch, 
 from primerl.node.errors import UsageError
 from primerl.node.inference.engine import Completion
 
-PROGRAM = (sys.executable, fake.__file__)
+OWNER = f"--of-{os.getpid()}"
+PROGRAM = (sys.executable, fake.__file__, OWNER)
+"""Tests in other processes start the same program."""
 DEADLINE_S = 120.0
 OPEN_FILES = "files are not confined"
 
@@ -101,7 +103,7 @@ def processes() -> list[psutil.Process]:
     found: list[psutil.Process] = []
     for one in psutil.process_iter():
         try:
-            if fake.__file__ in one.cmdline() and one.status() != psutil.STATUS_ZOMBIE:
+            if OWNER in one.cmdline() and one.status() != psutil.STATUS_ZOMBIE:
                 found.append(one)
         except psutil.Error:
             continue

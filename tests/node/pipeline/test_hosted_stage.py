@@ -33,7 +33,7 @@ WAIT_S = 60.0
 def place(rank: int = 0, **fields: Any) -> StagePlace:
     """Make a place in a plan of two layers."""
     found = plan([bytes([one]) * 32 for one in range(2)])
-    given = {"hidden_size": MODEL.hidden_size, "kv_tokens": 4 * SHAPE.max_model_len} | fields
+    given = {"hidden_size": MODEL["hidden_size"], "kv_tokens": 4 * SHAPE.max_model_len} | fields
     shape = msgspec.structs.replace(found.shape, **given)
     return StagePlace(msgspec.structs.replace(found, shape=shape), rank, "/nowhere")
 

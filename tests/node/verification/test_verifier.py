@@ -228,11 +228,15 @@ async def test_copies_are_looked_for_in_order_of_arrival_though_scores_are_made_
     environment.first_may_go.clear()
     submission, lease = played(rewards=[1.0])
     checked = ListedVerifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
-    both = [
-        asyncio.create_task(checked.verify(submission, lease, arrival(number), version=4, rate=0.0))
-        for number in (1, 2)
-    ]
-    await until(lambda: environment.asked == 2)  # the second is scored, the first is not
+    both: list[asyncio.Task[Verified]] = []
+    for number in (
+        1,
+        2,
+    ):  # bundles are unpacked in threads: the first begins to be scored, then the second
+        work = checked.verify(submission, lease, arrival(number), version=4, rate=0.0)
+        both.append(asyncio.create_task(work))
+        await until(lambda: environment.asked == len(both))
+    # the second is scored, the first is not
     for _ in range(50):
         await asyncio.sleep(0)
     assert copies.asked == []
