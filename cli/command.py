@@ -156,11 +156,11 @@ def check_model(config: "RunConfig | SftConfig") -> list[str]:
     from ..node.reports.doctor import check_trainable
 
     check_monitors(config.monitors)
-    for one in config.mixture if isinstance(config, RunConfig) else ():
-        if one.group_size < 2:
+    for environment in config.mixture if isinstance(config, RunConfig) else ():
+        if environment.group_size < 2:
             raise UsageError(
-                f"rollouts.group_size of {one.name} is 1: a rollout alone is compared with nothing, and "
-                "nothing is learned from it: set it to 2 or more"
+                f"rollouts.group_size of {environment.name} is 1: a rollout alone is compared with "
+                "nothing, and nothing is learned from it: set it to 2 or more"
             )
     notes = check_trainable(config.model, config.training.seq_len)
     teacher = config.training.loss.reference
@@ -191,8 +191,8 @@ def check_found(config: "RunConfig | SftConfig") -> None:
         return
     check_device("engine.device", config.engine.device)
     check_auditor(config)
-    for one in config.mixture:
-        find_package(one.id)
+    for environment in config.mixture:
+        find_package(environment.id)
     check_free(config)
     if config.clean and not config.goes_on and config.run_dir.exists():
         from ..node.app.factories import try_environments
@@ -205,10 +205,10 @@ def check_free(config: "NodeConfig", api: "ApiConfig | None" = None) -> None:
     from ..node.errors import BusyError
     from ..node.reports.doctor import check_api_port, check_ports
 
-    taken = os.strerror(errno.EADDRINUSE)
+    in_use = os.strerror(errno.EADDRINUSE)
     for port in [*check_ports(config), *([check_api_port(api)] if api is not None else [])]:
         if port.state == "problem":
-            kind = BusyError if port.found.endswith(taken) else UsageError
+            kind = BusyError if port.found.endswith(in_use) else UsageError
             raise kind(f"{port.name} {port.found}: {port.advice}")
 
 
@@ -219,9 +219,9 @@ def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = Fals
     from ..node.reports.doctor import check_environments, check_sandbox
 
     environments = [] if isinstance(config, EvalConfig) else check_environments(config)
-    lines = [f"{one.name}: {one.advice}" for one in environments if one.state != "ok"]
-    for one in check_sandbox(config):
-        lines.append(f"{one.name}: {one.advice if one.state == 'problem' else one.found}")
+    lines = [f"{check.name}: {check.advice}" for check in environments if check.state != "ok"]
+    for check in check_sandbox(config):
+        lines.append(f"{check.name}: {check.advice if check.state == 'problem' else check.found}")
     show_notes(lines, as_json=as_json)
 
 
@@ -236,7 +236,7 @@ def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool
 
     models = config.models if isinstance(config, EvalConfig) else [config.model.name]
     environments = config.mixture if isinstance(config, RunConfig) else ()
-    variables = [one.chat_template_kwargs for one in environments] or [{}]
+    variables = [environment.chat_template_kwargs for environment in environments] or [{}]
     for check in (check for model in models for check in check_template(model, variables)):
         if check.state == "problem":
             raise UsageError(check.advice)
@@ -307,10 +307,10 @@ def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
     if len(choices) == 1:
         return Path(choices[0].data_dir)
     if not (ask and sys.stdin.isatty() and sys.stdout.isatty()):
-        named = " or ".join(f"--data-dir {shlex.quote(one.data_dir)}" for one in choices)
+        named = " or ".join(f"--data-dir {shlex.quote(entry.data_dir)}" for entry in choices)
         raise UsageError(f"{len(choices)} nodes run here, say which one to stop: {named}")
-    for number, one in enumerate(choices, 1):
-        typer.echo(f"{number}  {one.role:<10} {_shortened(Path(one.data_dir))}  {one.run}")
+    for number, entry in enumerate(choices, 1):
+        typer.echo(f"{number}  {entry.role:<10} {_shortened(Path(entry.data_dir))}  {entry.run}")
     answer = typer.prompt(
         f"which one to stop, 1 to {len(choices)} (nothing: none)", default="", show_default=False
     )
@@ -323,14 +323,14 @@ def _runs(entries: "list[RunningEntry]") -> "list[RunningEntry]":
     """Leave out the workers that `rl` runs beside one of these trainers: it started them, and ends them."""
     from ..node.storage.run_files import SETTINGS, WORKER
 
-    trainers = {Path(one.data_dir).parent for one in entries if one.role == "trainer"}
+    trainers = {Path(entry.data_dir).parent for entry in entries if entry.role == "trainer"}
 
-    def is_of_rl(one: "RunningEntry") -> bool:
-        data_dir = Path(one.data_dir)
+    def is_of_rl(entry: "RunningEntry") -> bool:
+        data_dir = Path(entry.data_dir)
         named = WORKER.fullmatch(data_dir.name) and data_dir.parent in trainers
         return bool(named) and (data_dir / SETTINGS).is_file()
 
-    return [one for one in entries if not is_of_rl(one)]
+    return [entry for entry in entries if not is_of_rl(entry)]
 
 
 def _shortened(path: Path) -> Path:
@@ -492,7 +492,7 @@ def keys_help(cls: "type[BaseModel]", width: int = WIDEST) -> str:
     docs: Docs = {}
     for source in _sources(cls):
         tree = ast.parse(source.read_text())
-        for node in (one for one in tree.body if isinstance(one, ast.ClassDef)):
+        for node in (statement for statement in tree.body if isinstance(statement, ast.ClassDef)):
             for field, below in pairwise(node.body):
                 match field, below:
                     case (
@@ -518,13 +518,13 @@ def _sources(cls: "type[BaseModel]") -> set[Path]:
     from ..node.config.loader import model_in
 
     package = __name__.partition(".")[0] + "."
-    found = {
+    files = {
         Path(inspect.getfile(base)) for base in cls.__mro__ if base.__module__.startswith(package)
     }
     for field in cls.model_fields.values():
         if (inner := model_in(field.annotation)) is not None:
-            found |= _sources(inner)
-    return found
+            files |= _sources(inner)
+    return files
 
 
 def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") -> Iterator[str]:
@@ -551,7 +551,7 @@ def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") 
         default = _default(", ".join(value) if many is dict else value)
         yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"
         yield f"{INDENT}{meaning} {default}".rstrip()
-    for title, prefix, inner, flag in sorted(sections, key=lambda one: not one[3]):
+    for title, prefix, inner, flag in sorted(sections, key=lambda section: not section[3]):
         yield title
         yield from _section(inner, prefix, docs, flag)
 

@@ -155,13 +155,13 @@ def plain_line(nodes: Mapping[str, NodeState]) -> str:
     if status.history:
         parts.append(f"step {status.step}/{status.max_steps}")
         parts.append(f"reward {number(status.reward)}, staleness {number(status.staleness)}")
-    held = [f"version {version(status.version)}"]
+    versions = [f"version {version(status.version)}"]
     for node in nodes.values():
         if node is not trainer:
             running = node.status is not None and node.note == "running"
             where = f"at {version(node.status.version)}" if node.status and running else node.note
-            held.append(f"{node.name} {where}")
-    return _joined(*parts, outcomes(status), ", ".join(held), *_ending(status))
+            versions.append(f"{node.name} {where}")
+    return _joined(*parts, outcomes(status), ", ".join(versions), *_ending(status))
 
 
 def _own_line(node: NodeState) -> str:
@@ -231,8 +231,8 @@ def _lines(node: NodeState) -> list[tuple[str, str]]:
         return [("phase", node.note)]
     lines = [pair for pair in status_lines(node.status) if pair[0] not in OWN_LINES]
     first = {name: NONE for name in ("run", "phase", "waiting")} | dict(lines)
-    kept = [(name, first[name]) for name in ("run", "phase", "waiting")]
-    return kept + [(name, value) for name, value in lines if (name, value) not in kept]
+    head = [(name, first[name]) for name in ("run", "phase", "waiting")]
+    return head + [(name, value) for name, value in lines if (name, value) not in head]
 
 
 def _in_short(node: NodeState) -> str:
@@ -286,12 +286,15 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if evaluated and (change := _change(summary, name)):
             yield label, f"{change} (held-out prompts)"
     environments = summary.get("environments") or {}
-    for name, one in environments.items() if len(environments) > 1 else ():
-        change = _change(one, "reward") if evaluated else ""
-        yield f"  {name}", f"{f'reward {change}, ' * bool(change)}{one.get('accepted', 0)} accepted"
+    for name, results in environments.items() if len(environments) > 1 else ():
+        change = _change(results, "reward") if evaluated else ""
+        yield (
+            f"  {name}",
+            f"{f'reward {change}, ' * bool(change)}{results.get('accepted', 0)} accepted",
+        )
     for name, versions in (summary.get("evaluations") or {}).items():
-        for one in (versions[0], *versions[1:][-1:]):
-            yield f"eval {name}", f"version {one['version']}: {passes(one)}"
+        for evaluation in (versions[0], *versions[1:][-1:]):
+            yield f"eval {name}", f"version {evaluation['version']}: {passes(evaluation)}"
     if "accepted" in summary:
         refused = rejected(summary.get("rejected") or {})
         yield "rollouts", f"{summary['accepted']} accepted, {refused}"

@@ -126,12 +126,12 @@ def visible(environ: Mapping[str, str], installed: Installed = installed) -> tup
     if wanted[0] in ("", "-1"):
         return ()
     there = installed()
-    found: list[str] = []
+    names: list[str] = []
     for name in wanted:
         if not _exists(name, there):
             break
-        found.append(name)
-    return tuple(found)
+        names.append(name)
+    return tuple(names)
 
 
 def usable(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -248,8 +248,8 @@ class TorchBuild:
 
 def torch_build() -> TorchBuild | None:
     """Read which torch is installed, without importing it."""
-    found = importlib.util.find_spec("torch")
-    for place in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("torch")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
         text = Path(place, "version.py").read_text(encoding="utf-8")
         version = re.search(r"^__version__ = '([^']+)'", text, re.M)
         cuda = re.search(r"^cuda: .*= '([^']+)'", text, re.M)

@@ -52,9 +52,9 @@ class JudgeRunConfig(NodeConfig):
 
     @model_validator(mode="after")
     def _knows_honest_noise(self) -> Self:
-        told = self.verification
-        fixed = told.bounds == "built-in" or told.numerics == "exact"
-        if self.engine.dtype == "float32" or fixed or told.references:
+        verification = self.verification
+        fixed = verification.bounds == "built-in" or verification.numerics == "exact"
+        if self.engine.dtype == "float32" or fixed or verification.references:
             return self
         raise ValueError(
             "in bfloat16 a judge has to know honest noise, or a worker could turn a yes that is a little "

@@ -483,10 +483,10 @@ class OnlineEnvironment(EvaluatedEnvironment):
 
 def check_judges(environments: Sequence[EnvironmentConfig]) -> None:
     """Refuse judges that cannot be reached. Raises ValueError."""
-    for one in environments:
-        if one.judge is not None and not one.judge.url:
+    for environment in environments:
+        if environment.judge is not None and not environment.judge.url:
             raise ValueError(
-                f"the judge of {one.id!r} has no url: set environment.judge.url to http(s)://HOST/v1"
+                f"the judge of {environment.id!r} has no url: set environment.judge.url to http(s)://HOST/v1"
             )
 
 
@@ -514,13 +514,15 @@ class EvaluationConfig(BaseConfig):
     @property
     def is_online(self) -> bool:
         """Whether anything is evaluated beside training."""
-        return bool(self.interval or any(one.interval for one in self.environments))
+        return bool(self.interval or any(environment.interval for environment in self.environments))
 
     @model_validator(mode="after")
     def _has_prompts(self) -> Self:
         if self.interval and not (self.prompts or self.environments):
             raise ValueError("interval needs evaluation.prompts, or [[evaluation.environments]]")
-        check_names("evaluation.environments", [one.title for one in self.environments])
+        check_names(
+            "evaluation.environments", [environment.title for environment in self.environments]
+        )
         return self
 
 
@@ -539,7 +541,7 @@ GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
 def _gpus(value: object) -> object:
     """A number and a list of a TOML file as they would be said on the command line."""
     if isinstance(value, list | tuple):
-        return "".join(f"{one}," for one in value) or "0"
+        return "".join(f"{name}," for name in value) or "0"
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -660,38 +662,44 @@ class RunConfig(NodeConfig, OwnRunConfig):
     @property
     def evaluates(self) -> bool:
         """Whether the trainer generates by itself: to evaluate, or to see how far a warm-up has come."""
-        asked = self.evaluation
-        return bool(asked.prompts) or asked.is_online or self.warmup is not None
+        evaluation = self.evaluation
+        return bool(evaluation.prompts) or evaluation.is_online or self.warmup is not None
 
     @property
     def mixture(self) -> tuple[TrainedEnvironment, ...]:
         """The environments that are trained on; settings that they omit are the run's."""
         given = self.environments or [TrainedEnvironment(**self.environment.model_dump())]
-        return tuple(self._completed(one) for one in given)
+        return tuple(self._completed(environment) for environment in given)
 
-    def _completed(self, one: TrainedEnvironment) -> TrainedEnvironment:
+    def _completed(self, environment: TrainedEnvironment) -> TrainedEnvironment:
         training = self.training
         update = {
-            "name": one.title,
-            "group_size": one.group_size or self.rollouts.group_size,
-            "sampling": one.sampling.model_copy(update=self.sampling_of(one).model_dump()),
-            **{name: getattr(one, name) or getattr(training, name) for name in OWN_TRAINING},
+            "name": environment.title,
+            "group_size": environment.group_size or self.rollouts.group_size,
+            "sampling": environment.sampling.model_copy(
+                update=self.sampling_of(environment).model_dump()
+            ),
+            **{
+                name: getattr(environment, name) or getattr(training, name) for name in OWN_TRAINING
+            },
         }
-        return one.model_copy(update=update)
+        return environment.model_copy(update=update)
 
-    def sampling_of(self, one: TrainedEnvironment) -> SamplingConfig:
+    def sampling_of(self, environment: TrainedEnvironment) -> SamplingConfig:
         """The sampling of an environment; settings that it omits are the run's."""
-        said = one.sampling.model_dump() | {"max_tokens": one.sampling.max_tokens or None}
-        given = {key: value for key, value in said.items() if value is not None}
+        settings = environment.sampling.model_dump() | {
+            "max_tokens": environment.sampling.max_tokens or None
+        }
+        given = {key: value for key, value in settings.items() if value is not None}
         return self.sampling.model_copy(update=given)
 
     def training_on(self) -> dict[str, TrainingConfig]:
         """Map each environment's name to the training section with its own advantage and loss."""
         return {
-            one.name: self.training.model_copy(
-                update={name: getattr(one, name) for name in OWN_TRAINING}
+            environment.name: self.training.model_copy(
+                update={name: getattr(environment, name) for name in OWN_TRAINING}
             )
-            for one in self.mixture
+            for environment in self.mixture
         }
 
     @property
@@ -716,13 +724,13 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     def _check_own_training(self) -> None:
         """Refuse an advantage or a loss of an environment that the rest of [training] forbids."""
-        sampled = {one.name: self.sampling_of(one) for one in self.mixture}
+        sampled = {environment.name: self.sampling_of(environment) for environment in self.mixture}
         for name, own in self.training_on().items():
             try:
                 TrainingConfig.model_validate(own.model_dump())
             except ValidationError as error:
-                said = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"the environment {name!r}: {said}") from error
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"the environment {name!r}: {message}") from error
             sampling = sampled[name]
             if own.loss.endpoint is not None and sampling.truncates:
                 raise ValueError(
@@ -745,8 +753,8 @@ class RunConfig(NodeConfig, OwnRunConfig):
     def _has_teacher(self, loss: LossConfig) -> bool:
         """Whether a run with this [training] has the teacher of an environment's loss."""
         common = self.training.loss
-        held = common.needs_reference and common.endpoint is None
-        endpoints = loss.endpoint is not None and not held
+        holds_teacher = common.needs_reference and common.endpoint is None
+        endpoints = loss.endpoint is not None and not holds_teacher
         return endpoints or loss.reference_key == common.reference_key
 
     @model_validator(mode="after")
@@ -760,11 +768,15 @@ class RunConfig(NodeConfig, OwnRunConfig):
             raise ValueError(
                 "[environment] is for one environment alone: name all of them in [[environments]]"
             )
-        check_names("environments", [one.name for one in self.mixture])
+        check_names("environments", [environment.name for environment in self.mixture])
         check_judges([*self.mixture, *self.evaluation.environments])
-        if any("/" in one.name or one.name == "mean" for one in self.mixture):
+        if any(
+            "/" in environment.name or environment.name == "mean" for environment in self.mixture
+        ):
             raise ValueError('the name of an environment has no "/" in it, and is not "mean"')
-        if any(one.sampling.max_tokens >= self.training.seq_len for one in self.mixture):
+        if any(
+            environment.sampling.max_tokens >= self.training.seq_len for environment in self.mixture
+        ):
             raise ValueError("sampling.max_tokens must be below training.seq_len")
         self._check_own_training()
         if self.engine.keep_kv_cache:

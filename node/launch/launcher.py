@@ -81,7 +81,7 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
             "max_model_len"
         ]  # set in a file it would bound what the run's manifest says
     dumped["environments"] = {
-        "allow": [one.id for one in config.mixture]
+        "allow": [environment.id for environment in config.mixture]
     }  # the author of the run's config allows them
     dumped |= config.model_dump(
         mode="json", include={"monitors"}, exclude={"monitors": OF_THE_TRAINER}
@@ -106,7 +106,7 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
         result.setdefault("OMP_NUM_THREADS", "1")
     local = config.model.create is not None or expand_home(config.model.name).is_dir()
     offline = BUNDLED.keys() - {name for name, module in BUNDLED.items() if module in READS_DATA}
-    if local and {one.id for one in config.mixture} <= offline:  # they need no hub
+    if local and {environment.id for environment in config.mixture} <= offline:  # they need no hub
         result.setdefault("HF_HUB_OFFLINE", "1")
     return result
 
@@ -115,7 +115,7 @@ def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[st
     """Make the trainer's environment without our settings, as a worker's are in its file, and without keys of
     judges."""
     ours = {"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"}
-    keys = {one.judge.key_variable for one in config.mixture if one.judge}
+    keys = {environment.judge.key_variable for environment in config.mixture if environment.judge}
     return {
         name: value
         for name, value in trainer_environment(config, environ).items()

@@ -310,9 +310,9 @@ class ControlServer:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            asked = json.loads(line)
-            name = str(asked["command"])
-            arguments = asked.get("arguments", {})
+            request = json.loads(line)
+            name = str(request["command"])
+            arguments = request.get("arguments", {})
         except (ValueError, KeyError, TypeError):
             return {"error": "a request is a JSON object with a command"}
         command = self._commands.get(name)
@@ -340,10 +340,10 @@ def ask(data_dir: Path, command: str, **arguments: Any) -> Any:
     path = socket_path(data_dir)
     try:
         with connected(path, ASK_TIMEOUT_S) as connection:
-            asked = (
+            request = (
                 {"command": command, "arguments": arguments} if arguments else {"command": command}
             )
-            connection.sendall(json.dumps(asked).encode() + b"\n")
+            connection.sendall(json.dumps(request).encode() + b"\n")
             reply = _read_line(connection)
     except (FileNotFoundError, ConnectionError) as error:
         raise NetworkError(
@@ -494,7 +494,7 @@ def unregister(path: Path) -> None:
 
 def running(*, where: Path | None = None) -> list[RunningEntry]:
     """List running nodes, the latest started first. Entries of dead processes are removed."""
-    found: list[RunningEntry] = []
+    entries: list[RunningEntry] = []
     for path in sorted((where or registry_directory()).glob("*.json")):
         if not _ENTRY.fullmatch(path.name):
             continue
@@ -502,8 +502,8 @@ def running(*, where: Path | None = None) -> list[RunningEntry]:
         if entry is None or not _alive(entry):
             path.unlink(missing_ok=True)
         else:
-            found.append(entry)
-    return sorted(found, key=lambda entry: -entry.started)
+            entries.append(entry)
+    return sorted(entries, key=lambda entry: -entry.started)
 
 
 def _read_entry(path: Path) -> RunningEntry | None:

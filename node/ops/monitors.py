@@ -226,9 +226,9 @@ def _run_id(directory: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        made = token_hex(8)
-        write(path, made)
-        return made
+        run_id = token_hex(8)
+        write(path, run_id)
+        return run_id
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read {path}: {error}") from error
 
