@@ -148,8 +148,8 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 def check_model(config: "RunConfig | SftConfig") -> list[str]:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run.
 
-    So do monitors that cannot work, and groups of one. The model that the loss compares with is checked, too.
-    Returns lines that a dry run is to show.
+    Also refuses monitors that cannot work and groups of one rollout, and checks the loss's reference model.
+    Returns lines for a dry run to show.
     """
     from ..node.config.run import ModelConfig, RunConfig
     from ..node.ops.monitors import check_monitors
@@ -213,7 +213,7 @@ def check_free(config: "NodeConfig", api: "ApiConfig | None" = None) -> None:
 
 
 def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:
-    """Say after a dry run, a comment each, which of a run's environments are not installed here, and how their
+    """Print, as comments after a dry run, which of a run's environments are not installed here, and how their
     code is confined."""
     from ..node.config.evaluation import EvalConfig
     from ..node.reports.doctor import check_environments, check_sandbox
@@ -226,9 +226,9 @@ def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = Fals
 
 
 def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool = False) -> None:
-    """Say after a dry run, a comment each, which parts of a conversation the chat template leaves out.
+    """Print, as comments after a dry run, which parts of a conversation the chat template leaves out.
 
-    Raises UsageError for one that cannot be used.
+    Raises UsageError for a template that cannot be used.
     """
     from ..node.config.evaluation import EvalConfig
     from ..node.config.run import RunConfig
@@ -247,7 +247,7 @@ def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool
 
 
 def default_data_dir() -> Path:
-    """Return the data directory of a node that is given none."""
+    """Return the default data directory of a node."""
     return home_directory() / ".primerl"
 
 
@@ -278,7 +278,7 @@ def given_node(data_dir: Path) -> Path:
 
 
 def nodes_here() -> "list[RunningEntry]":
-    """List the nodes of this user that run on this machine, one at least. Raises NetworkError."""
+    """List this user's running nodes on this machine. Raises NetworkError if there are none."""
     from ..node.errors import NetworkError
     from ..node.ops.control import RunningEntry, running
     from ..node.storage.run_files import socket_path
@@ -298,7 +298,7 @@ def nodes_here() -> "list[RunningEntry]":
 def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
     """Find the data directory of the node to end: the one that runs here, else the one that the user chooses.
 
-    The nodes that `rl` started for a run are one choice, its trainer, whose end is theirs. Raises NetworkError,
+    The nodes that `rl` started for a run are one choice, their trainer: they end with it. Raises NetworkError,
     and UsageError where several run and there is nobody to ask.
     """
     if data_dir is not None:
@@ -320,7 +320,7 @@ def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
 
 
 def _runs(entries: "list[RunningEntry]") -> "list[RunningEntry]":
-    """Leave out the workers that `rl` runs beside one of these trainers: it started them, and ends them."""
+    """Leave out the workers that `rl` runs beside one of these trainers: `rl` ends them itself."""
     from ..node.storage.run_files import SETTINGS, WORKER
 
     trainers = {Path(entry.data_dir).parent for entry in entries if entry.role == "trainer"}
@@ -358,8 +358,8 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     Raises Interrupted when SIGINT, SIGTERM or SIGHUP ended it; a line says how to go on with a run that is left
     in `run_dir`. Raises UsageError for a user without a home directory.
 
-    SIGHUP says that the terminal is closed, often more than once: it never kills, nor does it anything where it
-    was ignored at the start, as under nohup; then a terminal that is gone takes what is printed in silence.
+    SIGHUP means that the terminal was closed, and may come more than once: it never kills. Where it was ignored
+    at the start, as under nohup, it has no effect, and output to the closed terminal is dropped.
     """
     received: list[int] = []
     terminals = [number for number in (1, 2) if os.isatty(number)]
@@ -412,7 +412,7 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
 
 
 class _Terminal(io.FileIO):
-    """A terminal that goes on as /dev/null once it is closed: nothing tells a program that ignores SIGHUP."""
+    """A terminal that becomes /dev/null once it is closed, for programs that ignore SIGHUP."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
         try:
@@ -425,7 +425,7 @@ class _Terminal(io.FileIO):
 
 
 def _outliving(stream: TextIO) -> TextIO:
-    """Return a stream to the same terminal that outlives it; `stream` itself if it is none."""
+    """Return a stream that survives the closing of its terminal; `stream` itself if it is no terminal."""
     if not stream.isatty():
         return stream
     stream.flush()
@@ -434,7 +434,7 @@ def _outliving(stream: TextIO) -> TextIO:
 
 
 def _write_nowhere(terminals: Sequence[int]) -> None:
-    """Let what is printed to these files go nowhere: an error of a closed terminal would cut the end short."""
+    """Redirect these files to /dev/null: an error of a closed terminal would cut the shutdown short."""
     for number in terminals:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
@@ -567,7 +567,7 @@ def _default(value: Any) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """Say how a value of this type is written."""
+    """Describe how a value of this type is written."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "|".join(str(arg) for arg in args)

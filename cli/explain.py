@@ -53,7 +53,7 @@ def run(
 ) -> None:
     """Explain a verdict: the failed check, the measurements, what they prove, and where to look.
 
-    Without an argument the latest with rejections, or, where nothing was rejected, the latest.
+    Without an argument: the latest verdict with rejections, or the latest if nothing was rejected.
     Reads the ledger of a worker or of a trainer; needs no network, and the node may run or be gone. The
     trainer's signature is checked first.
 
@@ -126,7 +126,7 @@ def verdict_list(lines: "Sequence[VerdictLine]") -> Any:
 
 
 def validator_standing(standing: "ValidatorStanding") -> Any:
-    """Draw how far the trainer believes a validator."""
+    """Draw how far the trainer trusts a validator."""
     from rich.console import Group
 
     from .tables import label_table
@@ -204,7 +204,7 @@ def _reason(finding: "RejectedRollout") -> str:
 
 
 def _findings(findings: "Sequence[RejectedRollout]") -> list[Any]:
-    """Draw the rejections of one reason: the rollouts, and once the meaning of the reason."""
+    """Draw the rejections for one reason: the rollouts, then the meaning of the reason."""
     from rich.markup import escape
     from rich.padding import Padding
     from rich.table import Table

@@ -81,7 +81,7 @@ def retire(
     ticket: Annotated[
         str,
         typer.Option(
-            "--ticket", help="Of a run whose trainer is told, besides those joined from here."
+            "--ticket", help="Also notify the trainer of this run, besides those joined from here."
         ),
     ] = "",
     statement: Annotated[
@@ -161,7 +161,7 @@ def _hand_in(statement: Path, data_dir: Path | None, as_json: bool) -> None:
 
 
 def _other_owners(directory: Path, node: bytes) -> Iterator[str]:
-    """Yield a line for each ledger in `directory` that another node than `node` wrote."""
+    """Yield a line for each ledger in `directory` that was written by a node other than `node`."""
     from ..node.errors import StorageError
     from ..node.storage.ledger import OWNER, LedgerView, other_key
 

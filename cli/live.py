@@ -1,6 +1,6 @@
 """The view of a run: a live screen in a terminal, plain lines in a pipe, and the summary at the end.
 
-Draws the states that it is given and asks no node; a node that has not answered yet is a line that says so.
+Draws the states that it is given and asks no node; a node that has not answered yet gets a line that says so.
 """
 
 import json
@@ -196,7 +196,7 @@ OWN_LINES = {"node", "data", "peers", "loop lag"}
 """Lines of `status` that the screen leaves out."""
 LEAST_ROWS = 3
 OTHER_LINES = 5
-"""Lines of the screen that are neither of `status` nor rows of peers."""
+"""Lines of the screen besides those of `status` and the rows of peers."""
 FRAME = 4
 """Columns."""
 ECHO = 2
@@ -245,7 +245,7 @@ def _in_short(node: NodeState) -> str:
 
 
 def _is_shown(row: PeerRow) -> bool:
-    """Say whether a peer is of the run, and not gone."""
+    """Return whether a peer belongs to the run and is not gone."""
     return not gone(row) and (row.role != "?" or row.version >= 0 or row.accepted > 0)
 
 
@@ -255,7 +255,7 @@ CURVE_HEIGHT = 14
 
 
 def print_summary(run_dir: Path) -> None:
-    """Print the summary.json of a run; without one the run was stopped, and the line says how to go on."""
+    """Print the summary.json of a run; if there is none the run was stopped: print how to resume it."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -277,7 +277,7 @@ def _change(figures: Mapping[str, Any], name: str) -> str:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """List labels and values of a summary; a key that is missing is a line that is missing."""
+    """List labels and values of a summary; a missing key costs its line."""
     if run := str(summary.get("run") or ""):
         run_id, steps = str(summary.get("run_id") or "")[:10], summary.get("steps", "?")
         yield "run", f"{run}  {run_id}  seed {summary.get('seed', '?')}, {steps} steps"

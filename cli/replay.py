@@ -102,7 +102,7 @@ class StepTable:
             self.flush()
 
     def flush(self) -> None:
-        """Print the lines that wait."""
+        """Print the pending lines."""
         if not self._waiting:
             return
         first, last = self._waiting[0], self._waiting[-1]

@@ -265,9 +265,9 @@ def show_answer(
 def peers_table(
     rows: Sequence[PeerRow], *, width: int | None = None, sort: str = ""
 ) -> Table | str:
-    """Draw `primerl-node peers`, by a column's name if given; peers that are gone come last.
+    """Draw `primerl-node peers`, sorted by a column if named; peers that are gone come last.
 
-    Raises UsageError for the name of no column.
+    Raises UsageError for an unknown column.
     """
     column = _named(sort) if sort else None
     if not rows:
@@ -288,7 +288,7 @@ def _named(name: str) -> Column[PeerRow]:
 
 
 def gone(row: PeerRow) -> bool:
-    """Say whether a peer has been away for so long that it is not waited for."""
+    """Return whether a peer has been away for so long that it is not waited for."""
     return row.path == NONE and _known(row.last_seen_s) > GONE_S
 
 
@@ -318,7 +318,7 @@ def _known(value: float | None) -> float:
 def _figure(
     name: str, field: str, importance: int, text: Callable[[Any], str] = str, *, least: bool = False
 ) -> Column[PeerRow]:
-    """Make a column of a number; the largest comes first in an order, or the `least`."""
+    """Make a numeric column; sorted by it the largest comes first, or with `least` the smallest."""
 
     def cell(row: PeerRow) -> str:
         value = getattr(row, field)
@@ -414,7 +414,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
 
 
 def environment(row: EnvironmentRow) -> str:
-    """Say how an environment that is trained on does, and how many workers can play it."""
+    """Describe how a trained environment is doing, and how many workers can play it."""
     workers = f"{row.workers} worker{'s' if row.workers != 1 else ''}"
     judged = f"{row.accepted} accepted, {row.rejected or 'none'} rejected"
     return f"reward {number(row.reward)}, {judged}, {row.share:.0%} of the groups, {workers}"
@@ -443,7 +443,7 @@ def outcomes(status: Status) -> str:
 
 
 def trust(lowest: float, trusts: Mapping[str, float]) -> str:
-    """Show one figure, or where there is work of several environments one for each."""
+    """Show one figure, or one for each environment where there are several."""
     if len(trusts) < 2:
         return f"{lowest:.2f}"
     return ", ".join(f"{name} {value:.2f}" for name, value in trusts.items())
@@ -491,7 +491,7 @@ def group(row: GroupRow) -> str:
 
 
 def stage(row: StageRow) -> str:
-    """Describe a worker's own stage, and how its ring does."""
+    """Describe a worker's own stage, and how its ring is doing."""
     parts = [f"{row.rank} of {row.stages}, layers {row.layers}, {row.state}"]
     if row.lanes:
         parts.append(f"{row.in_flight} of {row.lanes} micro-batches under way")

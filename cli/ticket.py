@@ -103,7 +103,7 @@ def revoke(
 
 
 def state(row: dict[str, object], now: float) -> str:
-    """Say whether a ticket still admits nodes."""
+    """Return whether a ticket still admits nodes."""
     if row["revoked"]:
         return "revoked"
     if float(str(row["expires"])) < now:

@@ -162,7 +162,7 @@ def audit_rate(trust: Trust, base: float, outlierness: float, recent_fault: bool
 
 
 def draw(challenge: bytes, group: int, rollout: int) -> float:
-    """The lot of one rollout, in [0, 1). Audited are those below the rate: the lowest lots, in other words."""
+    """Draw the lot of a rollout, a number in [0, 1): rollouts with lots below the audit rate are audited."""
     name = derive("audit draw", challenge, group.to_bytes(4, "big"), rollout.to_bytes(4, "big"))
     return (int.from_bytes(name[:8], "big") >> 11) / 2.0**53
 

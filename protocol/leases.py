@@ -95,7 +95,7 @@ def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
     """Check that a lease names tasks of its environment, each once; `digest_of` is that environment's.
 
     Raises:
-        RemoteProtocolError: WRONG_TASK. What digest_of raises for an index that is none goes through.
+        RemoteProtocolError: WRONG_TASK. An error that digest_of raises for an unknown index is passed on.
     """
     seen: set[int] = set()
     for task in lease.tasks:

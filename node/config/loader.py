@@ -90,8 +90,8 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     """Merge `over` into a copy of `base`, table by table.
 
     If `over` has another `id`, the `args` of `base` are dropped, as they belong to another environment. If it
-    names another model, so is the shape of the one that `base` would create. A key with `_` in `over` is also
-    the one with `-` in `base`, as flags and variables have no other.
+    names another model, `create` of `base` is dropped, too. A key with `_` in `over` also matches the same key
+    with `-` in `base`, since flags and variables cannot spell that one.
     """
     result = dict(base)
     if "name" in over and "create" in base and over["name"] != base.get("name"):

@@ -591,7 +591,7 @@ class _Conversion:
         """Our keys of [trainer.loss] in a run that distils: its loss is fixed, whatever they say."""
         self._title = title
         self._era: Literal["newer", "older", ""] = ""
-        """Which defaults of prime-rl's a run has, those after 0.8 or up to it; empty if no key says."""
+        """Whether a run has prime-rl's defaults after 0.8, or those up to it; empty if no key shows."""
 
     def result(self) -> ImportedConfig:
         """Convert all keys. Raises UsageError."""
@@ -890,7 +890,7 @@ class _Conversion:
             self._note("needless", self._origin[key], self._rl_loss[key], why)
 
     def _source_sampling(self, source: _Source, place: str) -> Tree:
-        """What a source samples otherwise, by the names of `place`."""
+        """Convert a source's own sampling values, by the names of `place`."""
         sampling: Tree = {}
         for key, value in _leaves(_table(source.values, "sampling")):
             name = "max_tokens" if key == "max_completion_tokens" else key
@@ -984,7 +984,7 @@ class _Conversion:
             self._ours["training.loss.echo_alpha"] = alpha
 
     def _defaults_of_its_era(self) -> None:
-        """Set the defaults that prime-rl changed after 0.8, or say that the files do not tell which it is."""
+        """Set the defaults that prime-rl changed after 0.8, or note that the files do not show which."""
         if self._era == "newer":
             self._default("training.weight_decay", 0.0)
             if "constant_batch" not in self._raw:

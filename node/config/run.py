@@ -250,7 +250,7 @@ UNPROVED = frozenset(
     "min_p min_tokens stop_token_ids logit_bias presence_penalty "
     "frequency_penalty repetition_penalty".split()
 )
-"""Options of engines that no lease has."""
+"""Sampling options of engines that a lease cannot set."""
 
 
 class ProvedSamplingConfig(BaseConfig):
@@ -539,7 +539,7 @@ GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
 
 
 def _gpus(value: object) -> object:
-    """A number and a list of a TOML file as they would be said on the command line."""
+    """Convert a number or a list of a TOML file to the text of the flag."""
     if isinstance(value, list | tuple):
         return "".join(f"{name}," for name in value) or "0"
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -140,11 +140,11 @@ class LauncherTimeouts:
     back_off: tuple[float, ...] = (1.0, 3.0, 9.0)
     """Pauses before the restarts of one worker; it is given up after the last."""
     ticket: float = 300.0
-    """For the trainer to write its ticket."""
+    """Time for the trainer to write its ticket."""
     well: float = 600.0
-    """A worker that lived this long has all its restarts again."""
+    """A worker that ran this long gets all its restarts back."""
     logs: float = 10.0
-    """Between two looks at how large the logs of the processes are."""
+    """Between two checks of the sizes of the processes' logs."""
     leave: float = 30.0
     """Time for workers to leave by themselves after the run, seconds."""
     grace: float = 20.0
@@ -401,7 +401,7 @@ class Launcher:
 
 
 ERROR_PREFIX = "primerl-node: error: "
-"""How the CLI prints what ended it."""
+"""How the CLI begins the line with the error that ended it."""
 HOPELESS = frozenset({UsageError.exit_code, TicketError.exit_code})
 """Exit codes of a worker for which a restart is useless."""
 

@@ -401,7 +401,7 @@ def _memory(
     places: Sequence[Names | None],
     shares: Callable[[RunConfig], MemoryShares | None],
 ) -> tuple[float | None, MemoryShares | None]:
-    """Share out the memory of GPUs that several have: to each worker, and beside the trainer."""
+    """Divide the memory of shared GPUs among the workers and the trainer."""
     if config.engine.type != "vllm" or MEMORY_KEYS & set(config.engine.vllm):
         return None, None
     used = [name for names in places for name in names or ()]

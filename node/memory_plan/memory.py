@@ -67,9 +67,9 @@ LOGITS_BUFFERS = (
 )
 ALLOCATOR_SLACK = 0.05
 LINEAR_TRITON = (3, 7, 1)
-"""Earlier ones compile flash-linear-attention wrongly on Hopper, so it refuses; torch 2.12.1 brings this."""
+"""Triton of torch 2.12.1: earlier ones miscompile flash-linear-attention on Hopper, so it refuses them."""
 PADDING = 2
-"""Most tokens per token of a row, its sequences padded to the longest (LOOSE in training/attention.py)."""
+"""Most tokens per token of a row after padding to its longest sequence (LOOSE in training/attention.py)."""
 AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass (verification/)
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
 AUDIT_LOGITS = 256 * MIB
@@ -746,7 +746,7 @@ def fsdp_ranks(training: TrainingConfig) -> int:
 def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
     """Choose gpu_memory_utilization for a worker's vLLM that shares its GPU with the trainer.
 
-    `gpu`: bytes of the GPU. 0.0 if the trainer needs all of it.
+    `gpu`: bytes of the GPU. Returns 0.0 if the trainer needs all of it.
     """
     learner, beside = plan_trainer(config, shape, gpu=True)
     beyond = _beside_engine(config.engine, shape, proofs=True)

@@ -95,7 +95,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Count the time inside to `name`."""
+        """Add the time inside to `name`."""
         start = time.monotonic()
         try:
             yield
@@ -185,7 +185,7 @@ class StallDetector:
 
 
 def scene(frames: Mapping[int, FrameType], loop_thread: int) -> str:
-    """Describe the stack of the loop's thread, and the other threads but the calling one."""
+    """Describe the stack of the loop's thread, and the other threads except the calling one."""
     others = [
         where(frame, 1)
         for thread, frame in frames.items()

@@ -47,7 +47,7 @@ PUBLIC: dict[str, Any] = {
 """Keys of a config that W&B gets: what every node of the run knows anyway, and how it learns."""
 
 PUBLIC_JUDGE = ("model", "temperature", "max_tokens")
-"""The same of the judge of an environment."""
+"""The same for an environment's judge."""
 
 
 def check_monitors(
@@ -69,7 +69,7 @@ def check_monitors(
 
 
 def _check_login() -> None:
-    """Raise UsageError where W&B knows no key: it would ask for one."""
+    """Raise UsageError if W&B has no API key: it would ask for one."""
     program = "import wandb; exit(not wandb.login(prompt=False, verify=False))"
     with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(

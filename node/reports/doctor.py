@@ -141,7 +141,7 @@ def check_vllm(release: str, *, wanted: bool) -> MachineCheck:
 def check_exact_numerics(config: NodeConfig, release: str | None = None) -> Iterator[MachineCheck]:
     """Describe the engines that a run with exact numerics needs; nothing for another run.
 
-    `release` of vLLM: that which is installed here, unless it is given.
+    `release` of vLLM: by default the one that is installed here.
     """
     if not isinstance(config, RunConfig) or config.verification.numerics != "exact":
         return
@@ -193,7 +193,7 @@ def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:
 def check_trainable(model: ModelConfig, longest: int) -> list[str]:
     """Check that a model can be trained exactly on sequences of up to `longest` tokens.
 
-    Returns what is to be said of it, at most one line. Raises UsageError if it cannot, EngineError for an
+    Returns remarks, at most one line. Raises UsageError if it cannot, EngineError for an
     unreadable directory. If the hub does not answer, the check is skipped: it is repeated once the model is
     there.
     """
@@ -225,7 +225,7 @@ def check_template(
 ) -> Iterator[MachineCheck]:
     """Render every part of a conversation by the chat template of a model's directory, with each `variables`.
 
-    Nothing is looked at for a hub id, or a directory without a tokenizer.
+    A hub id, or a directory without a tokenizer, is not checked.
     """
     directory = expand_home(model)
     if not (directory / "tokenizer.json").is_file():
@@ -372,7 +372,7 @@ def check_api_port(api: ApiConfig) -> MachineCheck:
 
 
 def bind_fault(host: str, port: int, kind: socket.SocketKind) -> str:
-    """Try to bind a port; the reason if that fails, else empty."""
+    """Try to bind a port; return the reason if that fails, else ""."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, kind) as probe:

@@ -217,7 +217,7 @@ def meaning(reason: Reason) -> Meaning:
 
 
 MIN_PREFIX = 4
-"""Hex digits of a submission's digest that name it."""
+"""Fewest hex digits that identify a submission or a node."""
 
 
 class LedgerRun(msgspec.Struct, frozen=True):
@@ -248,7 +248,7 @@ class AuditedRollout(msgspec.Struct, frozen=True):
     lot: float
     """Drawn from the challenge, in [0, 1)."""
     drawn: bool
-    """The challenge picked it: the lot is below the rate. Else another rollout's guilt did."""
+    """Whether its lot is below the rate; if not, it was audited because another rollout failed."""
     measures: list[MeasuredBound]
 
 
@@ -289,7 +289,7 @@ class StageEvidence(msgspec.Struct, frozen=True):
 
 
 class ValidatorStanding(msgspec.Struct, frozen=True):
-    """How far a trainer believes a validator, and why."""
+    """How far a trainer trusts a validator, and why."""
 
     id: str
     jobs: int
@@ -300,9 +300,9 @@ class ValidatorStanding(msgspec.Struct, frozen=True):
     rechecked: int
     """Those that the trainer measured because the validator did not call them clean."""
     overturned: int
-    """Those measured twice that the trainer judged otherwise."""
+    """Those measured twice that the trainer judged differently."""
     disqualified: str
-    """Why it is not believed; empty while it is."""
+    """Why it is not trusted; empty while it is."""
     passed: list[str]
     """Workers whose rejected work it called clean."""
 
@@ -381,8 +381,8 @@ class _Book:
 def explain(data_dir: Path, wanted: str) -> Explanation:
     """Explain one verdict of a data directory: a lease id, or the beginning of a submission's digest.
 
-    Of a node, named by the beginning of its id, or without anything: the newest with rejections, else the
-    newest. Raises UsageError, StorageError, NodeError.
+    If `wanted` is the beginning of a node's id, or empty: the node's, or any node's, newest verdict with
+    rejections, else the newest. Raises UsageError, StorageError, NodeError.
     """
     fallback: Explanation | None = None
     forged: StorageError | None = None
@@ -479,7 +479,7 @@ def _claimed(record: KeptVerdict) -> Verdict | None:
 
 
 def _is_of(record: KeptVerdict, wanted: str) -> bool:
-    """Return whether it is on work of the wanted node; "" is any node."""
+    """Return whether the verdict is on work of the wanted node; "" is any node."""
     return not wanted or (
         len(wanted) >= MIN_PREFIX and record.node.hex().startswith(wanted.lower())
     )
@@ -514,7 +514,7 @@ def _line(book: _Book, record: KeptVerdict) -> VerdictLine:
 
 
 def _books(data_dir: Path) -> Iterator[_Book]:
-    """Open the ledgers of a data directory, the one that was written last first."""
+    """Open the ledgers of a data directory, the latest written first."""
     paths = [data_dir / "ledger.db", data_dir / "trainer" / "ledger.db"]
     paths += (data_dir / "runs").glob("*/ledger.db")
     ledgers = [path for path in paths if path.is_file()]

@@ -19,7 +19,7 @@ from . import report
 
 STALE = "stale"
 KL_WINDOW = 20
-"""`mismatch_kl` is the mean over this many last steps."""
+"""Number of last steps that `mismatch_kl` averages."""
 
 
 def write(
@@ -111,7 +111,7 @@ def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, flo
 
 
 def _worked(worker: WorkerState, reputation: Reputation | None) -> bool:
-    """Say whether a node did more than say hello: it held a policy, or its work was judged."""
+    """Return whether a node did more than connect: it held a policy, or its work was judged."""
     judged = reputation is not None and (reputation.accepted or reputation.rejected)
     return worker.stats.version >= 0 or bool(judged)
 

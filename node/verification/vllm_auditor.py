@@ -514,8 +514,8 @@ def shared_heads(texts: Sequence[_Text], ends: Sequence[int]) -> dict[int, list[
     """Group texts of equal sampling and prefix: number of the first -> those of the others.
 
     The prefix is all that comes before the first claimed position. vLLM computes it for the first text, and
-    takes it from its cache for the others. A text of which one claimed position only is read (`ends`: how many
-    of each) follows no other.
+    takes it from its cache for the others. A text with a single position to read (`ends`: positions of each
+    text) never shares another's prefix.
     """
     first: dict[_Prefix, int] = {}
     found: dict[int, list[int]] = {}
