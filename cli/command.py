@@ -167,7 +167,9 @@ def check_model(config: "RunConfig | SftConfig") -> list[str]:
     if teacher is None:
         return notes
     if not teacher.is_dir():
-        raise UsageError(f"training.loss.reference: {teacher} is no directory: give a model's")
+        raise UsageError(
+            f"training.loss.reference: {teacher} is not a directory: give the directory of a model"
+        )
     check_trainable(ModelConfig(name=str(teacher)), config.training.seq_len)
     return notes
 
@@ -315,7 +317,7 @@ def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
         f"which one to stop, 1 to {len(choices)} (nothing: none)", default="", show_default=False
     )
     if answer.strip() not in map(str, range(1, len(choices) + 1)):
-        raise UsageError("none was chosen, and none is stopped")
+        raise UsageError("no node was chosen, so none is stopped")
     return Path(choices[int(answer) - 1].data_dir)
 
 

@@ -149,7 +149,7 @@ def _standing_facts(standing: "ValidatorStanding") -> list[tuple[str, str]]:
         (
             "measured again",
             f"{again}: {standing.compared} drawn by lot, {standing.rechecked} that it did not call clean; "
-            f"{standing.overturned} judged otherwise",
+            f"{standing.overturned} judged differently",
         ),
         (
             "standing",
@@ -280,7 +280,7 @@ def _stages(evidence: "StageEvidence") -> list[Any]:
         table.add_row(str(rank), node[:SHORT], str(len(named)), str(alone))
     lines: list[Any] = [Text(head, style="bold"), table]
     for rollout in evidence.blamed[:MAX_ROWS]:
-        text = "no boundaries are stated: it cannot be told whose it is"
+        text = "no boundaries are stated: no stage can be named"
         if rollout.stages:
             where = ", ".join(f"{distance:.4g}" for distance in rollout.distances)
             stages = " or ".join(map(str, rollout.stages))

@@ -154,7 +154,7 @@ def _lora_modules(value: Any) -> list[str]:
 def _only_one(value: Any) -> Any:
     items = _list(value)
     if len(items) != 1:
-        raise Unconvertible("one of one data set: write the others into files")
+        raise Unconvertible("only one is supported: write the rows of others into files")
     return items[0]
 
 

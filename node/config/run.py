@@ -734,13 +734,13 @@ class RunConfig(NodeConfig, OwnRunConfig):
             sampling = sampled[name]
             if own.loss.endpoint is not None and sampling.truncates:
                 raise ValueError(
-                    "training.loss.endpoint: a server says logprobs over all tokens, and the environment "
-                    f"{name!r} draws by top_p or top_k from fewer: set top_p = 1 and top_k = 0, or a reference"
+                    "training.loss.endpoint: a server gives logprobs over all tokens, and the environment "
+                    f"{name!r} samples from fewer by top_p or top_k: set top_p = 1 and top_k = 0, or a reference"
                 )
             if own.loss.endpoint is not None and sampling.temperature != 1.0:
                 raise ValueError(
-                    "training.loss.endpoint: a server of vLLM says logprobs at temperature 1, and the "
-                    f"environment {name!r} draws at {sampling.temperature:g}: set sampling.temperature = 1, "
+                    "training.loss.endpoint: a vLLM server gives logprobs at temperature 1, and the "
+                    f"environment {name!r} samples at {sampling.temperature:g}: set sampling.temperature = 1, "
                     "or a reference"
                 )
             if own.loss.needs_reference and not self._has_teacher(own.loss):

@@ -131,17 +131,17 @@ class LossConfig(BaseConfig):
             raise ValueError('type "custom" needs custom = "package.module:function"')
         if self.type != "custom" and (self.custom or self.custom_args):
             raise ValueError(
-                'custom and custom_args are of type = "custom": set it or leave them out'
+                'custom and custom_args need type = "custom": set it, or leave them out'
             )
         if self.importance_min > self.importance_max:
             raise ValueError("importance_min is above importance_max: lower it")
         if self.reference is not None and not self.needs_reference:
             raise ValueError(
-                'reference is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+                'reference needs type = "reverse_kl" or ref_kl_tau: set one of these, or leave it out'
             )
         if self.endpoint is not None and not self.needs_reference:
             raise ValueError(
-                'endpoint is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+                'endpoint needs type = "reverse_kl" or ref_kl_tau: set one of these, or leave it out'
             )
         if self.endpoint is not None and (self.reference or self.hint or self.teacher == "policy"):
             raise ValueError(
@@ -149,12 +149,10 @@ class LossConfig(BaseConfig):
             )
         if (self.teacher == "policy" or self.hint) and not self.needs_reference:
             raise ValueError(
-                'teacher and hint are of type "reverse_kl" and of ref_kl_tau: set one, or leave them out'
+                'teacher and hint need type = "reverse_kl" or ref_kl_tau: set one of these, or leave them out'
             )
         if self.teacher == "policy" and (self.reference is not None or not self.hint):
-            raise ValueError(
-                'teacher "policy" needs a hint, which it alone reads, and has no reference: set hint alone'
-            )
+            raise ValueError('teacher "policy" needs a hint, and no reference: set hint alone')
         if self.hint and "{demonstration}" not in self.hint:
             raise ValueError(
                 'hint has no "{demonstration}" in it: say where the right reply belongs'
