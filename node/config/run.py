@@ -734,8 +734,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
             sampling = sampled[name]
             if own.loss.endpoint is not None and sampling.truncates:
                 raise ValueError(
-                    "training.loss.endpoint: a server gives logprobs over all tokens, and the environment "
-                    f"{name!r} samples from fewer by top_p or top_k: set top_p = 1 and top_k = 0, or a reference"
+                    "training.loss.endpoint: a server gives logprobs over all tokens, and the "
+                    f"environment {name!r} samples from fewer by top_p or top_k: set top_p = 1 and top_k = 0, "
+                    "or a reference"
                 )
             if own.loss.endpoint is not None and sampling.temperature != 1.0:
                 raise ValueError(
