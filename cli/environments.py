@@ -189,7 +189,7 @@ def run_test(
             args=_options("--args", args, {"digits": 6}),
             max_turns=max_turns,
             timeout_s=timeout_s,
-            start_timeout_s=limit_s / 3,  # the limit of all names no line of code
+            start_timeout_s=limit_s / 3,  # its error names a line of code, unlike that of limit_s
             deterministic_rewards=not sampled_rewards,
             deterministic_tools=not sampled_tools,
             judge=_judge(judge) if judge else None,

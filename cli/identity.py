@@ -122,7 +122,7 @@ def retire(
             f"End the key {key.node_id.hex()[:10]} of {path} for ever?", abort=True, err=True
         )
     statement_path = retirement.retired_file(path.parent)
-    # one that was written before is sent again: the first time counts
+    # an earlier statement is sent again, as the first time counts
     sealed = (
         retirement.read(statement_path) if statement_path.exists() else sign(key, int(time.time()))
     )
@@ -169,7 +169,7 @@ def _other_owners(directory: Path, node: bytes) -> Iterator[str]:
         try:
             with closing(LedgerView(path)) as view:
                 owner = view.get(OWNER)
-        except StorageError:  # of another release, or damaged: the node itself says that
+        except StorageError:  # of another release, or damaged: the node itself reports that
             continue
         if owner is not None and owner != node:
             yield other_key(path, owner, node)

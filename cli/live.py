@@ -310,7 +310,7 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         share = f"{delta / full:.0%} of the {size(full)} that full checkpoints would be"
         yield "deltas", f"{size(delta)}, {share}"
     for short, counts in (summary.get("chunk_bytes_by_source") or {}).items():
-        if counts:  # a worker that was gone before the trainer was restarted has none
+        if counts:  # a worker that left before the trainer was restarted has none
             yield f"  {short}", f"chunks from {sources(counts)}"
     if "seconds" in summary:
         yield "time", seconds(summary["seconds"])

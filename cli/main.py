@@ -64,7 +64,7 @@ Exit codes:
   3 wrong ticket       7 engine or trainer failed
 """
 
-# typer brings its own click in some versions: this is that one's ClickException.
+# Some versions of typer bundle click: this is the ClickException of that copy.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -161,7 +161,7 @@ def open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: the closed stream's
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))

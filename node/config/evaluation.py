@@ -58,7 +58,7 @@ class EvalConfig(BaseConfig):
     seed: int = 0
     """Seed of tasks and sampling."""
     again: bool = False
-    """Evaluate again what this directory has results of."""
+    """Evaluate again what this directory already has results for."""
     environments: list[EvaluatedEnvironment] = []
     """Environments to evaluate on; default: that of the run of weights_dir."""
     endpoints: list[EndpointConfig] = []

@@ -104,7 +104,7 @@ RATIOS: Mapping[str, tuple[str, str]] = {
 NEWER_LOSS = {"type": "ipo", "ipo_threshold": 0.3, "kl_tau": 0.0}
 """Default loss of prime-rl after 0.8, in its latest state; before, ipo_threshold was 0.1."""
 NEWER_TOP_K = 512
-"""What prime-rl draws from where top_p limits the tokens and top_k does not, after 0.8."""
+"""top_k of prime-rl after 0.8 where only top_p limits the tokens."""
 
 
 def _algorithm(value: Any) -> Any:
@@ -345,7 +345,7 @@ OLDER = re.compile(
 """Keys that prime-rl has only after 0.8, and only up to it: its defaults changed in between."""
 NEWER_OF_SOURCE = frozenset({"select", "sampler", "min_abs_advantage"})
 OLDER_OF_SOURCE = frozenset({"num_examples", "curriculum", "rollouts_per_example"})
-"""The same of an environment."""
+"""The same for an environment."""
 LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "max_async_level+sampling"),
     (

@@ -48,7 +48,7 @@ class CheckpointConfig(BaseConfig):
     interval: Positive = 1
     """Steps between checkpoints; 1 lets --resume go on at exactly the published version."""
     keep_last: Positive = 2
-    """The newest ones that are kept: should one be damaged, the one before is taken."""
+    """Number of newest checkpoints that are kept: if the last is damaged, the one before is used."""
     keep_interval: Annotated[int, Field(ge=0)] = 0
     """Keep those whose step is a multiple of this as well; 0 keeps none of them."""
     keep_first: bool = False
@@ -157,7 +157,7 @@ class NetworkConfig(BaseConfig):
     max_peers: Positive = 256
     """Most peers connected at a time; further ones are turned away."""
     max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
-    """Pace of chunk uploads in megabits/s; 0 is no limit."""
+    """Limit of chunk uploads in megabits/s; 0: none."""
     seeds: Annotated[list[SeedUrl], Field(max_length=MAX_SEEDS)] = []
     """Base URLs of copies of a node's `chunks` folder, on any static web server (http, https) or a disk of this
     machine (file), for chunks that no peer serves. Their answers are verified like a peer's."""
@@ -192,7 +192,7 @@ class EnvironmentConfig(BaseConfig):
     """Longest time of a rollout's own code (hooks, rewards) between two turns, without waiting for a judge; a
     rollout that takes longer is ended and lost."""
     start_timeout_s: EnvironmentSeconds = 600.0
-    """Longest that the taskset may take to be imported and loaded, or to give its next task."""
+    """Longest time for the taskset to be imported and loaded, or to give its next task."""
     deterministic_rewards: bool = True
     """Whether equal replies always earn equal rewards, so that a worker's claim can be checked against the
     trainer's own score. Set false for random rewards: then only the trainer's score counts."""
@@ -206,9 +206,9 @@ class EnvironmentConfig(BaseConfig):
     """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them. A
     template that writes the date writes that of `strftime_now`, by default the day on which the run began."""
     earlier_reasoning: Literal["keep", "drop", "branch"] = "keep"
-    """What later turns are shown of the reasoning of earlier ones. `keep`: all of it, as it was drawn; the
-    conversation is one sample. `drop`: none, as a chat server is sent it back; each turn is a sample. `branch`:
-    all of it until the next message of a user, and a new sample begins there."""
+    """The reasoning of earlier turns that later ones see. `keep`: all of it, as it was sampled; the
+    conversation is one sample. `drop`: none, as with a chat server; each turn is a sample. `branch`: all of it
+    until the next message of a user, and a new sample begins there."""
     stop: Annotated[list[StopString], Field(max_length=8)] = []
     """Strings that end a reply: with the first token that completes one, which stays in the reply."""
     deterministic_tools: bool = True
@@ -235,13 +235,13 @@ class EnvironmentConfig(BaseConfig):
         return self
 
     def options(self) -> "EnvironmentConfig":
-        """Return what of it decides how tasks are made and scored."""
+        """Return the part that decides how tasks are made and scored."""
         return EnvironmentConfig(
             **{name: getattr(self, name) for name in EnvironmentConfig.model_fields}
         )
 
     def published(self) -> "EnvironmentConfig":
-        """Return the options that a manifest has: all of them, without the way to the judge."""
+        """Return the options for the manifest: all of them, but not how to reach the judge."""
         judge = None if self.judge is None else self.judge.published()
         return self.options().model_copy(update={"judge": judge})
 
@@ -335,7 +335,7 @@ class SamplingConfig(ProvedSamplingConfig):
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from fewer than all."""
+        """Whether top_p or top_k limit the tokens that are sampled."""
         return self.top_k > 0 or self.top_p < 1
 
 
@@ -354,18 +354,18 @@ class RolloutsConfig(BaseConfig):
     """Leases, batches and the limit of staleness."""
 
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Rollouts per task, where an environment has none of its own; a run that trains needs 2 or more."""
+    """Rollouts per task, unless an environment sets its own; training needs 2 or more."""
     groups_per_batch: Positive = 16
     """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
     groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4
     """Tasks per lease."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
     """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous.
-    Rollouts are seldom as old: leases run ahead only as far as generation needs to."""
+    Rollouts are seldom that old: leases run ahead only as far as generation needs."""
     lease_timeout_s: Seconds = 60.0
     """Time after which a lease goes to another worker."""
     leases_per_worker: Positive = 16
-    """Most leases that one worker may hold at a time; a newcomer gets one, a slow one only those that it
+    """Most leases that a worker may hold at a time; a newcomer gets one, a slow worker only as many as it
     finishes in half of lease_timeout_s."""
     batch_timeout_s: Seconds = 600.0
     """Time that the trainer waits for a batch before it counts an empty one."""
@@ -388,9 +388,9 @@ class WarmupConfig(BaseConfig):
     target: Fraction = 0.28
     """Stop when sampled exact match on training prompts reaches this."""
     eval_interval: Positive = 5
-    """Steps between two measurements of the target."""
+    """Steps between measurements of the target."""
     eval_prompts: Positive = 256
-    """Training prompts that are sampled for one."""
+    """Training prompts per measurement."""
 
 
 class WeightsConfig(BaseConfig):
@@ -429,8 +429,8 @@ class VerificationConfig(BaseConfig):
     """Node ids (hex) of workers of yours: honest noise is measured by their rollouts. Give one for each kind of
     engine and GPU that joins. `primerl-node rl` adds the workers that it starts."""
     audit_rate: Fraction = 0.1
-    """Share of a proven worker's rollouts that is audited; of a new or suspect one all are, of one in
-    `references` a quarter as many, if that is enough to renew the bounds of noise every eight steps."""
+    """Share of a proven worker's rollouts that is audited; of a new or suspect worker's all are, of a worker's
+    in `references` a quarter as many, if that is enough to renew the bounds of noise every eight steps."""
     validators: list[str] = []
     """Node ids (hex) whose signed audit reports count; the trainer audits the other rollouts itself."""
 
@@ -441,9 +441,9 @@ class EvaluatedEnvironment(EnvironmentConfig):
     name: str = ""
     """Name in the results; else the id."""
     prompts: Annotated[int, Field(ge=-1)] = 64
-    """Tasks, fewer where there are no more that differ; -1: all that there are."""
+    """Number of tasks, fewer if the environment has fewer; -1: all."""
     samples: Positive = 4
-    """Rollouts of each: the k of avg@k and the largest j of pass@j."""
+    """Rollouts per task: the k of avg@k and the largest j of pass@j."""
     success: float = 1.0
     """A rollout with at least this reward solves its task."""
 
@@ -530,7 +530,7 @@ class LogConfig(BaseConfig):
     """Logging."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level that is logged."""
+    """Lowest level that is logged."""
     json_lines: bool = False
     """Structured log lines on stderr (the log file is always structured)."""
 
@@ -546,7 +546,7 @@ def _gpus(value: object) -> object:
 
 
 def _check_gpus(text: str) -> str:
-    """How many GPUs, or which ones; a comma makes a name of a lonely number. Raises ValueError."""
+    """Check a number of GPUs or their names; a comma makes a single number a name. Raises ValueError."""
     names = [name.strip() for name in text.split(",")]
     inner = names[:-1] if len(names) > 1 and not names[-1] else names
     if text and not all(GPU_NAME.fullmatch(name) for name in inner):
@@ -569,19 +569,19 @@ class LaunchConfig(BaseConfig):
     """Processes of `primerl-node rl`, and their GPUs on this machine."""
 
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Default: one for each engine that the inference GPUs hold; 2 where there is no GPU."""
+    """Number of workers. Default: one for each engine that fits the inference GPUs; 2 without a GPU."""
     trainer_gpus: Gpus = ""
     """How many GPUs the trainer has ("2"), or which: "0,1" as torch counts those that are visible, or UUIDs as
     CUDA_VISIBLE_DEVICES has them; "0," is the first one. Default: training.fsdp.ranks, else one."""
     inference_gpus: Gpus = ""
     """GPUs of all workers together, as above. Default: those that the trainer leaves."""
     share_gpus: bool = False
-    """Trainer and workers may be on the same GPUs, as they are anyway where there is only one."""
+    """Let trainer and workers use the same GPUs, as they always do if there is only one."""
     mps: bool = False
     """Processes that share a GPU compute at the same time (NVIDIA MPS) in place of taking turns: faster, but an
     error of one on the GPU, or killing it, can end the others there, too."""
     share_chunks: bool = True
-    """Workers read the trainer's chunks from its disk. If not, they fetch them over the network."""
+    """Let workers read the trainer's chunks from its disk instead of fetching them over the network."""
 
 
 class NodeConfig(BaseConfig):
@@ -591,8 +591,8 @@ class NodeConfig(BaseConfig):
     """Key, ledger, chunks and control socket of this node. Default: ~/.primerl for a worker, the directory
     `trainer` inside the run's own for a trainer."""
     fsync: bool = True
-    """Flush to the disk before anything is acknowledged. Without it a node still survives kill -9, but a power
-    cut may cost it its last seconds."""
+    """Flush to disk before anything is acknowledged. Without it a node still survives kill -9, but a power
+    failure may cost it its last seconds."""
     network: NetworkConfig = NetworkConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -646,9 +646,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
-    """The one environment that is trained on; [[environments]] in its place for several."""
+    """The environment to train on; for several use [[environments]] instead."""
     environments: Annotated[list[TrainedEnvironment], Field(max_length=MAX_ENVIRONMENTS)] = []
-    """Environments that are trained on together, each with its part of every batch."""
+    """Environments to train on together, each with its share of every batch."""
     sandbox: SandboxConfig = SandboxConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()

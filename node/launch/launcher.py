@@ -340,7 +340,7 @@ class Launcher:
                 return True
             if clock() - born >= self.pace.well:
                 pauses = iter(self.pace.back_off)
-            # once again, as the memory of a process that has just died may still be taken
+            # try once more: the memory of a process that has just died may not be free yet
             hopeless = code in HOPELESS or (crowded and CROWDED in failure)
             crowded = CROWDED in failure
             pause = None if hopeless else next(pauses, None)

@@ -291,7 +291,7 @@ class ControlServer:
             self._server.close()
             remove_socket(self._path)
             self._server = None
-            await asyncio.sleep(0)  # a connection that was just accepted is a caller by then
+            await asyncio.sleep(0)  # a connection that was just accepted becomes a caller
             for caller in self._callers:
                 caller.transport.abort()
 

@@ -53,7 +53,7 @@ class MetricsLog:
             text = self._path.read_bytes()
         except OSError as error:
             raise file_error(error, self._path) from error
-        # A byte that is no UTF-8 spoils its own line alone.
+        # An invalid byte damages only its own line.
         lines = text.decode("utf-8", "replace").splitlines()
         earlier = [line for line in lines if _step_of(line) <= step]
         unread = sum(_step_of(line) == math.inf for line in lines[:-1])  # the last may be torn
