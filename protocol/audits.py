@@ -26,7 +26,7 @@ MAX_UNREADABLE_DETAIL = 100
 MAX_REPORT = 512 * 1024
 MAX_MEASURED_TOKENS = 2**24
 MAX_MEASURE = 1e30
-"""Largest measure of a report, above every bound; a validator that measures no finite number states it."""
+"""Largest measure of a report, above every bound; it stands for numbers that are not finite."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 Measure = Annotated[float, msgspec.Meta(ge=-MAX_MEASURE, le=MAX_MEASURE)]
@@ -97,7 +97,7 @@ class AuditReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
-    """Raises RemoteProtocolError(MALFORMED) unless there is one row for each place, or none and why."""
+    """Raise RemoteProtocolError(MALFORMED) unless there is a row for each place, or none and a reason."""
     rows = (*report.measured, *report.unreadable)
     if report.failed and not rows:
         return
@@ -120,7 +120,7 @@ def check_rows(report: AuditReport, places: Sequence[tuple[int, int]]) -> None:
 
 
 def rows_by_place(report: AuditReport) -> dict[tuple[int, int], Evidence | UnreadableRow]:
-    """The row of each rollout of a checked report."""
+    """Return the row of each rollout of a checked report, by place."""
     rows = (*report.measured, *report.unreadable)
     return {(row.group, row.rollout): row for row in rows}
 
@@ -134,7 +134,7 @@ DOUBT = 0.045
 WINDOW = 32
 """Groups that a running mean remembers, about."""
 MIN_GROUPS = 16
-"""Groups of a peer below which nothing is said of it."""
+"""Least number of groups of a peer that is compared with others."""
 FRESH = 64
 """A peer that sent none of an environment's last FRESH groups says nothing of its present rewards."""
 ODD_Z, SURE_Z = 3.0, 6.0
@@ -144,7 +144,7 @@ MAX_ENVIRONMENTS = 16
 
 
 def audit_rate(trust: Trust, base: float, outlierness: float, recent_fault: bool) -> float:
-    """Share of a peer's next rollouts of an environment that is audited.
+    """Return the share of a peer's next rollouts of an environment that is audited.
 
     `trust` is the one in that environment, `base` is contract.audit_rate, outlierness in [0, 1].
 
@@ -162,13 +162,13 @@ def audit_rate(trust: Trust, base: float, outlierness: float, recent_fault: bool
 
 
 def draw(challenge: bytes, group: int, rollout: int) -> float:
-    """Draw the lot of a rollout, a number in [0, 1): rollouts with lots below the audit rate are audited."""
+    """Return the random number of a rollout in [0, 1); it is audited if the number is below the rate."""
     name = derive("audit draw", challenge, group.to_bytes(4, "big"), rollout.to_bytes(4, "big"))
     return (int.from_bytes(name[:8], "big") >> 11) / 2.0**53
 
 
 def is_audited(challenge: bytes, group: int, rollout: int, rate: float) -> bool:
-    """Whether the challenge picks this rollout; at a rate of 1 it picks every one, at 0 none."""
+    """Return whether the challenge picks this rollout; at a rate of 1 it picks all, at 0 none."""
     return draw(challenge, group, rollout) < rate
 
 
@@ -219,7 +219,7 @@ class _Series:
             peer.excess.add(value - centre)
 
     def _centre(self, node: bytes) -> float | None:
-        """Median level of the other peers: a minority cannot move it far."""
+        """Return the median level of the other peers: a minority cannot move it far."""
         levels = [
             peer.level.mean
             for other, peer in self.peers.items()
@@ -228,7 +228,7 @@ class _Series:
         return median(levels) if levels else None
 
     def score(self, node: bytes) -> float:
-        """Robust z-score: the peer's excess over its standard error and the spread of the others' excesses."""
+        """Compute the robust z-score: a peer's excess over its error and the spread of the others' excesses."""
         peer = self.peers.get(node)
         if peer is None or peer.excess.count < MIN_GROUPS:
             return 0.0
@@ -269,15 +269,15 @@ class Outliers:
         A group is one observation: its rollouts share a task and are not independent. Reply lengths are
         compared by their logarithm.
         """
-        found = [reward for reward in rewards if math.isfinite(reward)]
+        finite = [reward for reward in rewards if math.isfinite(reward)]
         sizes = [math.log1p(length) for length in lengths]
-        if found:
-            self._of("reward", environment).add(node, sum(found) / len(found))
+        if finite:
+            self._of("reward", environment).add(node, sum(finite) / len(finite))
         if sizes:
             self._of("length", environment).add(node, sum(sizes) / len(sizes))
 
     def outlierness(self, node: bytes) -> float:
-        """0 for a peer like the others (or too little known), 1 for one that is surely not."""
+        """Return 0 for a peer like the others (or too little known), 1 for a peer that surely differs."""
         worst = max((series.score(node) for series in self._series.values()), default=0.0)
         return min(1.0, max(0.0, (worst - ODD_Z) / (SURE_Z - ODD_Z)))
 

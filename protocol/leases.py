@@ -60,7 +60,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     environment: Annotated[int, msgspec.Meta(ge=0, lt=MAX_ENVIRONMENTS)] = 0
     """Place in RunManifest.environments of the one environment whose tasks these are."""
     prompts: Annotated[tuple[Prompt, ...], msgspec.Meta(max_length=4096)] = ()
-    """Of each task, in order, where its environment has no tasks of its own (LEASED_PROMPTS); else empty."""
+    """Prompts of the tasks, in order, if the environment has none of its own (LEASED_PROMPTS); else empty."""
 
 
 def environment_of(run: RunManifest, lease: Lease) -> EnvironmentContract:
@@ -95,20 +95,20 @@ def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
     """Check that a lease names tasks of its environment, each once; `digest_of` is that environment's.
 
     Raises:
-        RemoteProtocolError: WRONG_TASK. An error that digest_of raises for an unknown index is passed on.
+        RemoteProtocolError: WRONG_TASK. Errors that `digest_of` raises for an unknown index are passed on.
     """
-    seen: set[int] = set()
+    indices: set[int] = set()
     for task in lease.tasks:
-        if task.index in seen:
+        if task.index in indices:
             raise RemoteProtocolError(Reason.WRONG_TASK, f"task {task.index} twice in one lease")
-        seen.add(task.index)
+        indices.add(task.index)
         if digest_of(task.index) != task.digest:
-            detail = f"task {task.index} differs: environment or its version is another"
+            detail = f"task {task.index} differs: another environment, or another version of it"
             raise RemoteProtocolError(Reason.WRONG_TASK, detail)
 
 
 def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
-    """Open the lease inside a submission: the trainer signed it, for this worker; not its deadline."""
+    """Open the lease inside a submission: check the signature and the recipient, not the deadline."""
     return unseal(
         sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
     ).body

@@ -336,7 +336,7 @@ FAULTS = (
     Fault(
         "lease does not expire",
         "node/trainer/lease_book.py",
-        "late = [held for held in self.held.values() if held.lease.deadline < now]",
+        "late = [grant for grant in self.held.values() if grant.lease.deadline < now]",
         "late: list[Held] = []",
         ("test_tasks_of_an_expired_lease_go_out_again_first_and_in_order",),
     ),
@@ -350,7 +350,7 @@ FAULTS = (
     Fault(
         "a lease that is held counts as coming to its deadline",
         "node/trainer/lease_book.py",
-        "if now - held.granted > usual:",
+        "if now - grant.granted > usual:",
         "if False:",
         ("test_leases_that_are_late_do_not_count_as_coming",),
     ),
@@ -392,8 +392,8 @@ FAULTS = (
     Fault(
         "a newcomer's lease is kept whatever came back",
         "node/trainer/lease_book.py",
-        "self.newcomers.count(held.newcomer.ticket, outcome.accepted > 0)",
-        "self.newcomers.count(held.newcomer.ticket, True)",
+        "self.newcomers.count(grant.newcomer.ticket, outcome.accepted > 0)",
+        "self.newcomers.count(grant.newcomer.ticket, True)",
         ("test_a_ticket_whose_newcomers_answer_with_nothing_is_failing",),
     ),
     Fault(
@@ -452,7 +452,7 @@ FAULTS = (
     Fault(
         "what a trainer lost counts against the worker",
         "node/trainer/submissions.py",
-        "if self.epoch.voids(one.submission, one.lease):  # the trainer lost the policy",
+        "if self.epoch.voids(pending.submission, pending.lease):  # the trainer lost the policy",
         "if False:",
         ("test_work_of_a_policy_that_the_trainer_lost_costs_its_worker_nothing",),
     ),
@@ -1028,7 +1028,7 @@ FAULTS = (
     Fault(
         "sessions of keys that left are kept",
         "node/trainer/sessions.py",
-        "for node in [node for node, one in self._sessions.items() if one.connection.closed]:",
+        "for node in [node for node, session in self._sessions.items() if session.connection.closed]:",
         "for node in []:",
         ("test_a_closed_connection_is_let_go_at_the_next_sweep_and_a_living_one_is_kept",),
     ),
@@ -1049,15 +1049,15 @@ FAULTS = (
     Fault(
         "a text that comes again counts in a mean",
         "node/verification/verifier.py",
-        "found = structs.replace(found, means=())",
+        "measures = structs.replace(measures, means=())",
         "pass",
         ("test_a_text_that_comes_again_has_no_means_and_no_verdict_tells_them",),
     ),
     Fault(
         "a validator alone bans by means",
         "node/trainer/pipeline_faults.py",
-        "counts = seen.means and not audits.validator",
-        "counts = seen.means",
+        "counts = evidence.means and not audits.validator",
+        "counts = evidence.means",
         ("test_means_that_a_validator_states_do_not_count",),
     ),
     Fault(
@@ -1279,7 +1279,7 @@ FAULTS = (
     Fault(
         "fault found in an audit does not extend it to the whole submission",
         "node/verification/verifier.py",
-        "places = {scored.place for scored in drawn}",
+        "places = {scored.place for scored in sample}",
         "places = {scored.place for scored in passed}",
         ("test_where_an_audit_fails_what_was_not_picked_is_not_accepted_either",),
     ),
@@ -1309,15 +1309,15 @@ FAULTS = (
     Fault(
         "a policy that is dropped while copies are looked for is missing at the audit",
         "node/verification/verifier.py",
-        "arrival, lease, held = work.arrival, work.lease, work.states",
-        "arrival, lease, held = work.arrival, work.lease, self._claimed_states(passed)",
+        "arrival, lease, states = work.arrival, work.lease, work.states",
+        "arrival, lease, states = work.arrival, work.lease, self._claimed_states(passed)",
         ("test_what_is_held_when_copies_are_looked_for_is_audited_with_that",),
     ),
     Fault(
         "hashes of texts need no secret",
         "node/verification/duplicates.py",
-        'drawn = b"".join(derive("windows of texts", secret, bytes([at])) for at in range(count))',
-        'drawn = b"".join(derive("windows of texts", b"", bytes([at])) for at in range(count))',
+        'derive("windows of texts", secret, bytes([at])) for at in range(count)',
+        'derive("windows of texts", b"", bytes([at])) for at in range(count)',
         ("test_who_does_not_know_the_secret_cannot_say_which_texts_share_a_hash",),
     ),
     Fault(
@@ -1351,8 +1351,8 @@ FAULTS = (
     Fault(
         "readings that were compared with no version bound the evidence for another",
         "node/verification/envelope.py",
-        "compared = [one for one in seen if one.other_policy]",
-        "compared = list(seen)",
+        "compared = [evidence for evidence in measured if evidence.other_policy]",
+        "compared = list(measured)",
         ("test_another_version_weighs_nothing_until_readings_were_compared_with_one",),
     ),
     Fault(

@@ -88,44 +88,44 @@ async def open_eval_tasks(
 
     Raises UsageError.
     """
-    told, runs = config.evaluation, config.sampling
-    if not told.is_online:
+    evaluation, runs = config.evaluation, config.sampling
+    if not evaluation.is_online:
         return []
-    if not told.environments:
-        return own_tasks(config, own, told.prompts)
-    trained = {one.id for one in config.mixture}
-    found: list[EvalTask] = []
-    for one in told.environments:
-        drawn = one.sampling
+    if not evaluation.environments:
+        return own_tasks(config, own, evaluation.prompts)
+    trained = {entry.id for entry in config.mixture}
+    tasks: list[EvalTask] = []
+    for entry in evaluation.environments:
+        overrides = entry.sampling
         sampling = EvalSampling(
-            drawn.max_tokens or runs.max_tokens,
-            runs.temperature if drawn.temperature is None else drawn.temperature,
-            top_p=drawn.top_p,
-            top_k=drawn.top_k,
+            overrides.max_tokens or runs.max_tokens,
+            runs.temperature if overrides.temperature is None else overrides.temperature,
+            top_p=overrides.top_p,
+            top_k=overrides.top_k,
         )
         environment = factories.environment(
-            one, model_dir, config.seed, sampling.max_tokens, sampling.temperature
+            entry, model_dir, config.seed, sampling.max_tokens, sampling.temperature
         )
         cleanup.push_async_callback(environment.close)
         try:
             await environment.start()
         except EnvironmentFailed as error:
             raise UsageError(
-                f"environment {one.title!r} of [evaluation] does not start: {error}"
+                f"environment {entry.title!r} of [evaluation] does not start: {error}"
             ) from error
-        found.append(
+        tasks.append(
             EvalTask(
-                one.title,
+                entry.title,
                 environment,
-                one.prompts,
-                one.samples,
-                one.success,
+                entry.prompts,
+                entry.samples,
+                entry.success,
                 sampling,
-                one.interval,
-                "eval" if one.id in trained else "all",
+                entry.interval,
+                "eval" if entry.id in trained else "all",
             )
         )
-    return found
+    return tasks
 
 
 def step_settings(config: RunConfig) -> StepSettings:
@@ -142,9 +142,9 @@ def step_settings(config: RunConfig) -> StepSettings:
             if own != config.training
         },
         {
-            one.name: temperature
-            for one in config.mixture
-            if (temperature := config.sampling_of(one).temperature) != config.sampling.temperature
+            entry.name: temperature
+            for entry in config.mixture
+            if (temperature := config.sampling_of(entry).temperature) != config.sampling.temperature
         },
     )
 
@@ -159,7 +159,7 @@ class Verification:
         trainer: bytes,
         factories: Factories,
     ) -> None:
-        """`trainer` is this node's id. Raises UsageError for validators that are no node ids."""
+        """`trainer` is this node's id. Raises UsageError for validators that are not node ids."""
         settings = config.verification
         self._documents = documents
         self._auditor = factories.auditor(auditing(config), factories.timeouts.audit_s)
@@ -175,7 +175,7 @@ class Verification:
             timeout_s=factories.timeouts.audit_s,
         )
         self._references = read_nodes("verification.references", settings.references)
-        largest = max(one.group_size for one in config.mixture)
+        largest = max(entry.group_size for entry in config.mixture)
         self._rollouts_per_step = config.rollouts.groups_per_batch * largest
         # all rollouts of the run, twice: some are refused, some are never trained
         rollouts = 2 * config.max_steps * self._rollouts_per_step
@@ -246,7 +246,7 @@ class Farewell:
     it."""
 
     def after(self, uptime_s: float) -> float:
-        """Seconds to stay after the last step of a trainer that resumed a run and is there for `uptime_s`."""
+        """Return the seconds to stay after the last step of a trainer that resumed a run, up for `uptime_s`."""
         return max(self.finished_s, self.returned_s - uptime_s)
 
 
@@ -332,9 +332,11 @@ class TrainerNode(IssuingNode):
                     self._config, self.key, ledger, store, model_dir
                 )
                 await starting
-                names = [one.name for one in self._config.mixture]
+                names = [entry.name for entry in self._config.mixture]
                 longest = documents.manifest.limits.max_model_len
-                replies = [self._config.sampling_of(one).max_tokens for one in self._config.mixture]
+                replies = [
+                    self._config.sampling_of(entry).max_tokens for entry in self._config.mixture
+                ]
                 await check_prompts(names, environments, longest, replies)
             async with self.open_run(
                 self._config, ledger, store, documents, self._factories
@@ -370,24 +372,24 @@ class TrainerNode(IssuingNode):
             except EnvironmentFailed as error:
                 raise UsageError(f"the environment {name!r} does not start: {error}") from error
 
-        names = [one.name for one in self._config.mixture]
+        names = [entry.name for entry in self._config.mixture]
         await asyncio.gather(*map(start, names, environments))
 
     async def _open_teachers(self, model_dir: Path, cleanup: AsyncExitStack) -> list[Teacher]:
         """Open the endpoints of losses, if there are any, until `cleanup`. Raises UsageError."""
-        losses = {name: one.loss for name, one in self._config.training_on().items()}
-        found: list[Teacher] = []
-        for config in [one.endpoint for one in losses.values() if one.endpoint]:
-            taught = [name for name, one in losses.items() if one.endpoint == config]
-            if any(teacher.teaches(taught[0]) for teacher in found):
+        losses = {name: training.loss for name, training in self._config.training_on().items()}
+        teachers: list[Teacher] = []
+        for config in [loss.endpoint for loss in losses.values() if loss.endpoint]:
+            taught = [name for name, loss in losses.items() if loss.endpoint == config]
+            if any(teacher.teaches(taught[0]) for teacher in teachers):
                 continue  # of several environments
             api = await cleanup.enter_async_context(open_api(config, read_key(config, os.environ)))
-            found.append(Teacher(config, api, taught))
+            teachers.append(Teacher(config, api, taught))
             try:
-                await found[-1].check(await asyncio.to_thread(ChatFormat.load, model_dir))
+                await teachers[-1].check(await asyncio.to_thread(ChatFormat.load, model_dir))
             except EnvironmentFailed as error:
                 raise UsageError(str(error)) from error
-        return found
+        return teachers
 
     async def _open_hints(
         self, environments: Sequence[Environment], model_dir: Path
@@ -403,8 +405,8 @@ class TrainerNode(IssuingNode):
             )
         except EnvironmentFailed as error:
             raise UsageError(str(error)) from error
-        losses = [one.loss for one in self._config.training_on().values()]
-        names = [one.name for one in self._config.mixture]
+        losses = [training.loss for training in self._config.training_on().values()]
+        names = [entry.name for entry in self._config.mixture]
         hinted = {
             name: environment
             for name, environment, loss in zip(names, environments, losses, strict=True)
@@ -464,14 +466,14 @@ class TrainerNode(IssuingNode):
                 at_once=2 * self._config.engine.max_batch,
                 longest=manifest.limits.max_model_len,
             )
-            kept = RolloutKeeper(
+            keeper = RolloutKeeper(
                 RolloutFiles(self._config.run_dir / ROLLOUTS, fsync=self._config.fsync),
                 self._config.rollouts.keep,
-                environments=[one.name for one in documents.manifest.environments],
+                environments=[contract.name for contract in documents.manifest.environments],
                 model_dir=model_dir,
                 settings=step_settings(self._config),
             )
-            cleanup.push_async_callback(asyncio.to_thread, kept.close)
+            cleanup.push_async_callback(asyncio.to_thread, keeper.close)
             run = TrainingRun(
                 services,
                 documents,
@@ -480,7 +482,7 @@ class TrainerNode(IssuingNode):
                 evaluator,
                 verification,
                 eval_tasks,
-                kept,
+                keeper,
             )
             await until_done(
                 lambda again: self._learn(
@@ -539,7 +541,8 @@ class TrainerNode(IssuingNode):
                 lease_policy(config, documents.manifest.routes),
                 next_lease=boot << LEASES_PER_BOOT,
                 tasks=[
-                    TaskQueue(draw=one.draw if one.chooses else None) for one in curricula.values()
+                    TaskQueue(draw=curriculum.draw if curriculum.chooses else None)
+                    for curriculum in curricula.values()
                 ],
             ),
             run.verification.queue,
@@ -557,8 +560,8 @@ class TrainerNode(IssuingNode):
         demand = LeaseDemand(config, registry, buffer, progress)
         longest = documents.manifest.limits.max_model_len
         tasks = [
-            TaskSupply(one, registry.book, at, longest=longest)
-            for at, one in enumerate(run.environments)
+            TaskSupply(environment, registry.book, at, longest=longest)
+            for at, environment in enumerate(run.environments)
         ]
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
@@ -590,7 +593,7 @@ class TrainerNode(IssuingNode):
                 group.create_task(services.router(handler.handle, gate=registry.gate).run()),
                 group.create_task(services.watch_fraud()),
                 group.create_task(self.issued.keep_fresh()),
-                *(group.create_task(one.run(scheduler)) for one in tasks),
+                *(group.create_task(supply.run(scheduler)) for supply in tasks),
             ]
             gossip = services.gossip()
             if gossip is not None:

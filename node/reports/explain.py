@@ -381,8 +381,8 @@ class _Book:
 def explain(data_dir: Path, wanted: str) -> Explanation:
     """Explain one verdict of a data directory: a lease id, or the beginning of a submission's digest.
 
-    If `wanted` is the beginning of a node's id, or empty: the node's, or any node's, newest verdict with
-    rejections, else the newest. Raises UsageError, StorageError, NodeError.
+    If `wanted` is the beginning of a node's id, or empty, it is the newest verdict with rejections (of that
+    node), else the newest. Raises UsageError, StorageError, NodeError.
     """
     fallback: Explanation | None = None
     forged: StorageError | None = None
@@ -655,6 +655,6 @@ def _audited(
 def _measure(proofs: ProofContract, evidence: Evidence, name: str) -> MeasuredBound:
     value = getattr(evidence, name)
     suspect, reject = getattr(proofs.suspect, name), getattr(proofs.reject, name)
-    # as judge.py: NaN is above every bound
+    # as judgement.py: NaN is above every bound
     mark = "!" if not value <= reject else "?" if not value <= suspect else ""
     return MeasuredBound(name, value, suspect, reject, mark)

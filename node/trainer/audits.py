@@ -147,7 +147,7 @@ class AssignedAudit:
 
     def places(self) -> list[tuple[int, int]]:
         """Return (group, rollout) of each chosen rollout, in order."""
-        return [(one.rollout.group, one.rollout.index) for one in self.call.chosen]
+        return [(target.rollout.group, target.rollout.index) for target in self.call.chosen]
 
 
 class AuditQueue:
@@ -348,8 +348,8 @@ class AuditQueue:
     def _can_do(self, peer: bytes, job: AssignedAudit) -> bool:
         """Return whether a validator has the versions of a job now; it never measures its own work."""
         validator = self.validators[peer]
-        held = job.epoch == validator.epoch and job.versions <= validator.versions
-        return held and job.call.node != peer
+        has_versions = job.epoch == validator.epoch and job.versions <= validator.versions
+        return has_versions and job.call.node != peer
 
     def _draw(self, job: AssignedAudit) -> bytes:
         """Draw one of the validators that wait for a job like this; empty if fewer than two do.
@@ -392,12 +392,12 @@ class AuditQueue:
         newest ones."""
         now = self._clock()
         return any(
-            (one.waiting > 0 or now - one.asked < ALIVE_S)
-            and now >= one.benched_until
+            (validator.waiting > 0 or now - validator.asked < ALIVE_S)
+            and now >= validator.benched_until
             and not self._records[node].disqualified
             and node != worker
-            and one.holds(versions, epoch)
-            for node, one in self.validators.items()
+            and validator.holds(versions, epoch)
+            for node, validator in self.validators.items()
         )
 
     async def report(self, call: AuditCall, epoch: int) -> tuple[bytes, AuditReport] | None:
@@ -439,9 +439,9 @@ class AuditQueue:
         return job.validator, report
 
     def _bench(self, job: AssignedAudit, why: str) -> None:
-        """Give a validator nothing for a time, once for all jobs that it had then.
+        """Give a validator no jobs for a time, once for all jobs that it had then.
 
-        Finished jobs do not shorten the next pause: else it could hold up one in two for as long as it likes.
+        Finished jobs do not shorten the next pause: else it could delay every second job without end.
         """
         validator, now = self.validators[job.validator], self._clock()
         if now < validator.benched_until or self._records[job.validator].disqualified:
@@ -505,19 +505,19 @@ class RemoteAuditors:
         worker that a validator has covered for.
         """
         own = call.by_trainer or self._queue.passed(call.node)
-        plain = [one for one in call.chosen if _is_plain(one) and not own]
-        told = (
+        plain = [target for target in call.chosen if _is_plain(target) and not own]
+        reported = (
             await self._queue.report(replace(call, chosen=plain), self._epoch()) if plain else None
         )
-        if told is None:
+        if reported is None:
             return await self._own.audit_rollouts(call)
-        answer = await self._confirm(replace(call, chosen=plain), *told)
-        rest = [one for one in call.chosen if not _is_plain(one)]
+        answer = await self._confirm(replace(call, chosen=plain), *reported)
+        rest = [target for target in call.chosen if not _is_plain(target)]
         if not rest:
             return answer
         theirs = iter(answer.measured)
         ours = iter((await self._own.audit_rollouts(replace(call, chosen=rest))).measured)
-        measured = [next(theirs if _is_plain(one) else ours) for one in call.chosen]
+        measured = [next(theirs if _is_plain(target) else ours) for target in call.chosen]
         return AuditAnswer(measured, answer.validator)
 
     async def _confirm(self, call: AuditCall, validator: bytes, report: AuditReport) -> AuditAnswer:
@@ -528,14 +528,14 @@ class RemoteAuditors:
         """
         record, reported = self._queue.record(validator), _measured(call.chosen, report)
         theirs = dict(enumerate(_judge_all(call, reported)))
-        drawn = self._draw(record.jobs < self._first_jobs, theirs)
+        by_lot = self._draw(record.jobs < self._first_jobs, theirs)
         record.jobs += 1
         loud = self._loud(call, theirs, reported)
         theirs |= dict.fromkeys(loud, Judged("suspect"))
         condemned = {n for n, judged in theirs.items() if judged.outcome != "clean"}
         rejected = {n for n in condemned if theirs[n].outcome == "rejected"}
         sample = set(self._chance.sample(sorted(rejected), min(CONFIRMED_MOST, len(rejected))))
-        own = await self._repeat(call, drawn | condemned - rejected | sample)
+        own = await self._repeat(call, by_lot | condemned - rejected | sample)
         ours = _judge_some(call, own)
         if any(n in ours and ours[n].outcome != "rejected" for n in sample):
             own |= await self._repeat(call, rejected - own.keys())
@@ -551,7 +551,7 @@ class RemoteAuditors:
         record.note(
             call.node,
             len(reported),
-            [pair for n, pair in pairs.items() if n in drawn],
+            [pair for n, pair in pairs.items() if n in by_lot],
             [pair for n, pair in pairs.items() if n in condemned],
         )
         self._queue.save(validator)
@@ -652,8 +652,8 @@ def _step(call: AuditCall, measured: Found) -> float:
     return other_step(nats, call.contract.other_scale)
 
 
-def _is_plain(one: AuditTarget) -> bool:
-    return plain_turns(one.rollout.branches) is not None
+def _is_plain(target: AuditTarget) -> bool:
+    return plain_turns(target.rollout.branches) is not None
 
 
 def _judged(target: AuditTarget, measured: Found, contract: ProofContract) -> Judged:
@@ -663,10 +663,10 @@ def _judged(target: AuditTarget, measured: Found, contract: ProofContract) -> Ju
         proof = any(branch.proof for branch in unreadable)
         return Judged("rejected", certain=True) if proof else Judged("suspect", failed=True)
     numbers = [branch for branch in measured if isinstance(branch, Measured)]
-    seen = evidence(target.rollout, numbers)
-    judgement = judge(seen, contract)
-    outcome = blame(seen, judgement, boundary_distances(numbers), contract).outcome
-    certain = judgement.reason is not None and first_above(seen, PROVISIONAL) != ""
+    measures = evidence(target.rollout, numbers)
+    judgement = judge(measures, contract)
+    outcome = blame(measures, judgement, boundary_distances(numbers), contract).outcome
+    certain = judgement.reason is not None and first_above(measures, PROVISIONAL) != ""
     return Judged(outcome, certain=certain)
 
 
@@ -674,15 +674,15 @@ def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]
     """Convert the rows of a report into the measurements of the chosen rollouts, in order."""
     rows = rows_by_place(report)
     crossed = {(row.group, row.rollout): row.distances for row in report.crossed or ()}
-    found: list[Found] = []
-    for one in chosen:
-        place = one.rollout.group, one.rollout.index
+    measured: list[Found] = []
+    for target in chosen:
+        place = target.rollout.group, target.rollout.index
         row = rows[place]
         if isinstance(row, UnreadableRow):
-            found.append([Unreadable(row.detail, row.proof)])
+            measured.append([Unreadable(row.detail, row.proof)])
             continue
         distances = crossed.get(place, ())
-        if len(distances) != len(one.items[0].boundaries):
+        if len(distances) != len(target.items[0].boundaries):
             distances = ()
-        found.append([Measured(0, 0, *astuple(row)[2:], boundaries=distances)])
-    return found
+        measured.append([Measured(0, 0, *astuple(row)[2:], boundaries=distances)])
+    return measured

@@ -72,18 +72,20 @@ class BoundsBook:
     def _kept(self) -> tuple[dict[NumericsClass, list[Reference]], list[ClassBounds]]:
         """Read the references and the bounds that the ledger holds."""
         ledger, rows = self._services.ledger, dict[NumericsClass, list[Reference]]()
-        for one in ledger.honest():
+        for row in ledger.honest():
             with readable(ledger.path, "measurements"):
-                numerics = msgspec.msgpack.decode(one.numerics, type=NumericsClass)
-                seen = msgspec.msgpack.decode(one.evidence, type=Evidence)
-            rows.setdefault(numerics, []).append(Reference(one.node, one.version, seen))
-        made: list[ClassBounds] = []
+                numerics = msgspec.msgpack.decode(row.numerics, type=NumericsClass)
+                evidence = msgspec.msgpack.decode(row.evidence, type=Evidence)
+            rows.setdefault(numerics, []).append(Reference(row.node, row.version, evidence))
+        bounds: list[ClassBounds] = []
         for sealed in ledger.bounds():
             try:
-                made.append(self._services.unseal(sealed, Purpose.BOUNDS, ClassBounds, now=0).body)
+                bounds.append(
+                    self._services.unseal(sealed, Purpose.BOUNDS, ClassBounds, now=0).body
+                )
             except RemoteProtocolError as error:
                 logger.error("bounds in the ledger are not this run's: %s", error)
-        return rows, made
+        return rows, bounds
 
     # -- submissions -------------------------------------------------------------------------------
 
@@ -104,17 +106,17 @@ class BoundsBook:
         own, calibration = numerics or UNKNOWN, self._calibration
         if calibration is None or not calibration.unmeasured(makers, own):
             return ""
-        said = calibration.missing(own, self._rest_s(calibration, own))
+        reason = calibration.missing(own, self._rest_s(calibration, own))
         if not calibration.gathered(own):
-            said += ": the run's operator has to name one"
-        said = f"nothing would be learned from {own} before it has bounds of noise: {said}"
-        return said[:MAX_NAME]
+            reason += ": the run's operator has to name one"
+        reason = f"nothing would be learned from {own} before it has bounds of noise: {reason}"
+        return reason[:MAX_NAME]
 
     def excused(self, node: bytes, numerics: NumericsClass | None) -> bool:
         """Return whether a node could not know, when it was leased, that its class has no bounds.
 
-        They were withdrawn since, or it is a reference, with which a stage of another node worked. Who is
-        leased as one class and sends as another is not excused.
+        They were withdrawn since, or it is a reference, with which a stage of another node worked. A
+        worker that is leased as one class and sends as another is not excused.
         """
         known = self._calibration
         return known is None or self.is_reference(node) or known.had_bounds(numerics or UNKNOWN)
@@ -157,8 +159,8 @@ class BoundsBook:
                     self._drop(maker)
                     return read
             clean = [
-                (version, seen)
-                for version, seen, judgement in zip(
+                (version, evidence)
+                for version, evidence, judgement in zip(
                     audited.versions, audited.evidence, audited.judgements, strict=True
                 )
                 if judgement.reason is None
@@ -169,7 +171,7 @@ class BoundsBook:
             return read
         placement = reputation.placement.claim(bounds.numerics)
         if not bounds.provisional:
-            placement = placement.add(one.suspect for one in audited.judgements)
+            placement = placement.add(judgement.suspect for judgement in audited.judgements)
             if placement.is_odd and not placement.refused:
                 why = self._calibration.misplaced(bounds.numerics, audited.evidence)
                 logger.warning("%s is given no work: %s", short(node), why)
@@ -177,7 +179,7 @@ class BoundsBook:
         reputation.placement = placement
         return read
 
-    def _place(self, node: bytes, numerics: NumericsClass, seen: Sequence[Evidence]) -> None:
+    def _place(self, node: bytes, numerics: NumericsClass, measured: Sequence[Evidence]) -> None:
         """Compare the first rollouts of a worker with the class that it claims, if that is measured."""
         assert self._calibration is not None
         bounds, reputation = self._calibration.bounds_of(numerics), self._reputation(node)
@@ -185,30 +187,32 @@ class BoundsBook:
         if bounds is None or before.placed or before.outside:
             reputation.placement = before
             return
-        now = before.add(first_above(one, bounds.suspect) != "" for one in seen).leave_class()
+        now = before.add(
+            first_above(evidence, bounds.suspect) != "" for evidence in measured
+        ).leave_class()
         if now.outside:
-            why = self._calibration.misplaced(numerics, seen)
+            why = self._calibration.misplaced(numerics, measured)
             logger.info("%s is judged as a worker of any other class: %s", short(node), why)
         reputation.placement = now
 
     def _read_rows(self, verified: Verified) -> MeasuredRows:
         """Return the rows of what was read in float32 for a submission, and the envelope that it made."""
         name = encode(ENVELOPE)
-        trainer, made = self._services.trainer, verified.audited.envelope
-        if made is not None:
+        trainer, envelope = self._services.trainer, verified.audited.envelope
+        if envelope is not None:
             logger.info(
                 "bounds of %s, number %d: of %d readings in float32, reject at most %.2g of them",
-                made.numerics,
-                made.number,
-                made.rollouts,
-                made.rejected_at_most,
+                envelope.numerics,
+                envelope.number,
+                envelope.rollouts,
+                envelope.rejected_at_most,
             )
         return MeasuredRows(
             [
-                HonestRollout(name, trainer, one.version, encode(one.evidence))
-                for one in verified.audited.readings
+                HonestRollout(name, trainer, reading.version, encode(reading.evidence))
+                for reading in verified.audited.readings
             ],
-            self._seal_all([made] if made else ()),
+            self._seal_all([envelope] if envelope else ()),
         )
 
     def _add(
@@ -218,36 +222,39 @@ class BoundsBook:
         clean: Sequence[tuple[int, Evidence]],
     ) -> MeasuredRows:
         assert self._calibration is not None
-        taken, made = self._calibration.add(makers, numerics, clean)
-        if taken and numerics not in self._began:
+        added, bounds = self._calibration.add(makers, numerics, clean)
+        if added and numerics not in self._began:
             self._began[numerics] = self._clock(), self._calibration.gathered(numerics)
         name = encode(numerics)
-        if made is not None:
+        if bounds is not None:
             logger.info(
                 "bounds of %s, number %d: of %d rollouts, reject at most %.2g of honest ones",
                 numerics,
-                made.number,
-                made.rollouts,
-                made.rejected_at_most,
+                bounds.number,
+                bounds.rollouts,
+                bounds.rejected_at_most,
             )
         return MeasuredRows(
-            [HonestRollout(name, one.node, one.version, encode(one.evidence)) for one in taken],
-            self._seal_all([made] if made else ()),
+            [
+                HonestRollout(name, reference.node, reference.version, encode(reference.evidence))
+                for reference in added
+            ],
+            self._seal_all([bounds] if bounds else ()),
         )
 
     def _drop(self, node: bytes) -> None:
         assert self._calibration is not None
-        made = self._calibration.drop(node)
+        renewed = self._calibration.drop(node)
         self._began.clear()
-        self._services.ledger.drop_honest(self._seal_all(made), node=node)
+        self._services.ledger.drop_honest(self._seal_all(renewed), node=node)
 
-    def _seal_all(self, made: Iterable[ClassBounds]) -> dict[bytes, bytes]:
+    def _seal_all(self, classes: Iterable[ClassBounds]) -> dict[bytes, bytes]:
         expires = int(time.time()) + BOUNDS_TTL_S
         return {
-            encode(one.numerics): self._services.seal(
-                Purpose.BOUNDS, one, sequence=one.number, expires=expires
+            encode(bounds.numerics): self._services.seal(
+                Purpose.BOUNDS, bounds, sequence=bounds.number, expires=expires
             )
-            for one in made
+            for bounds in classes
         }
 
     # -- the chain, workers and operators ----------------------------------------------------------
@@ -255,9 +262,9 @@ class BoundsBook:
     def go_back(self, term: int, version: int) -> None:
         """Continue from that version, dropping rollouts of later versions that the trainer lost."""
         if self._calibration is not None:
-            made = self._calibration.go_back(term, version)
+            renewed = self._calibration.go_back(term, version)
             self._began.clear()
-            self._services.ledger.drop_honest(self._seal_all(made), above=version)
+            self._services.ledger.drop_honest(self._seal_all(renewed), above=version)
 
     def claim(self, node: bytes, numerics: NumericsClass | None) -> None:
         """Record the numerics class that a worker claims; a new class starts anew.

@@ -48,10 +48,10 @@ class Hints:
         """
         for name, environment in self._environments.items():
             try:
-                found = await self._of(environment, await environment.task(0))
+                hint = await self._of(environment, await environment.task(0))
             except EnvironmentFailed as error:
                 raise UsageError(f"training.loss.hint: {error}") from error
-            if not found:
+            if not hint:
                 raise UsageError(
                     f"training.loss.hint: tasks of {name!r} have no right reply to show: leave hint out, or "
                     "give their data an `answer` (docs/environments.md)"
@@ -108,7 +108,7 @@ class Teacher:
             scores = await self._api.score(chat.encode(PROBE))
         except (ApiUnavailable, PlayFailed) as error:
             raise UsageError(f"training.loss.endpoint, {self._url}: {error}") from error
-        text = "".join(one.text for one in scores)
+        text = "".join(token.text for token in scores)
         if not _letters(PROBE).endswith(_letters(text)):
             raise UsageError(
                 f"training.loss.endpoint: the tokens of the teacher at {self._url} differ from those of the "
@@ -127,7 +127,7 @@ class Teacher:
             try:
                 async with self._room:
                     scores = await self._api.score(sample.token_ids)
-                return replace(sample, reference=[0.0, *(one.logprob for one in scores)])
+                return replace(sample, reference=[0.0, *(token.logprob for token in scores)])
             except ApiUnavailable as error:
                 if not failures:
                     logger.warning("the step waits for the teacher at %s: %s", self._url, error)
@@ -183,15 +183,15 @@ class Demonstrations:
 
         Raises RunFailed, UsageError.
         """
-        found = await self._hinted(samples, groups)
+        completed = await self._hinted(samples, groups)
         for teacher in self._teachers:
-            found = await teacher.scored(found)
+            completed = await teacher.scored(completed)
         if self._mixed is None:
-            return found
+            return completed
         tokens = sum(len(sample.token_ids) for sample in samples)
         read = await asyncio.to_thread(self._mixed.batch, self.cursor, tokens)
         self.cursor = read.cursor
-        return [*found, *read.samples]
+        return [*completed, *read.samples]
 
     async def _hinted(
         self, samples: Sequence[Sample], groups: Sequence[RolloutGroup]

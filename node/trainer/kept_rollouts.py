@@ -122,7 +122,7 @@ class RolloutKeeper:
     def lost(self, groups: Sequence[RolloutGroup], reason: str) -> None:
         """Record accepted groups that are never trained."""
         for group in groups:
-            size = sum(8 * len(b.token_ids) for one in group.rollouts for b in one.branches)
+            size = sum(8 * len(b.token_ids) for rollout in group.rollouts for b in rollout.branches)
             if self._chosen(group.lease, group.task) and self._lost.room(size, len(group.rollouts)):
                 self._lost.groups.append((group, reason))
 
@@ -133,7 +133,9 @@ class RolloutKeeper:
         if not self._config.share:
             return
         name = lease.lease_id.to_bytes(8, "big")
-        rejected = {(one.group, one.rollout): one for one in verified.rejections}
+        rejected = {
+            (rejection.group, rejection.rollout): rejection for rejection in verified.rejections
+        }
         for number, task in enumerate(lease.tasks):
             if not self._chosen(name, task.digest):
                 continue
@@ -208,7 +210,9 @@ class RolloutKeeper:
             chat = ChatFormat.load(self._model_dir, needs_template=False)
             self._shown = lambda ids: chat.shown(ids, special=True)
         batch = [
-            (at, one) for at, one in enumerate(step.groups) if self._chosen(one.lease, one.task)
+            (at, group)
+            for at, group in enumerate(step.groups)
+            if self._chosen(group.lease, group.task)
         ]
         record = StepRecord(
             step.step,
@@ -218,7 +222,7 @@ class RolloutKeeper:
             left_out=step.lost.left_out,
             head=head,
             settings=self._settings,
-            baselines={name: dict(one) for name, one in step.baselines.items()},
+            baselines={name: dict(rewards) for name, rewards in step.baselines.items()},
         )
         self._files.write(record, rows(step, batch, self._shown))
         self._files.prune(self._config.steps, self._config.max_gib * 2**30)
@@ -230,11 +234,11 @@ def kept_batch(kept: Sequence[KeptRollout], groups: int) -> list[RolloutGroup]:
     The batch had `groups` groups; rows of higher group numbers are lost rollouts. Raises ValueError, TypeError
     for rows that no batch produces.
     """
-    found: dict[int, dict[int, list[KeptRollout]]] = {}
-    for one in kept:
-        if one.group < groups:
-            found.setdefault(one.group, {}).setdefault(one.rollout, []).append(one)
-    return [_kept_group([*rollouts.values()]) for rollouts in found.values()]
+    by_group: dict[int, dict[int, list[KeptRollout]]] = {}
+    for row in kept:
+        if row.group < groups:
+            by_group.setdefault(row.group, {}).setdefault(row.rollout, []).append(row)
+    return [_kept_group([*rollouts.values()]) for rollouts in by_group.values()]
 
 
 def _kept_group(rollouts: Sequence[Sequence[KeptRollout]]) -> RolloutGroup:
@@ -243,7 +247,7 @@ def _kept_group(rollouts: Sequence[Sequence[KeptRollout]]) -> RolloutGroup:
         task=bytes.fromhex(first.task),
         environment=first.environment,
         rollouts=[*map(_kept_rollout, rollouts)],
-        policy_oldest=min(branch.policy_first for one in rollouts for branch in one),
+        policy_oldest=min(branch.policy_first for rollout in rollouts for branch in rollout),
         node=bytes.fromhex(first.worker),
         lease=first.lease.to_bytes(8, "big"),
     )
@@ -254,9 +258,9 @@ def _kept_rollout(rows: Sequence[KeptRollout]) -> ScoredRollout:
     branches = [*map(_kept_branch, rows)]
     if not rows[0].agent:
         return ScoredRollout(branches, float(rows[0].reward))
-    traces = [[*one] for _, one in groupby(rows, lambda row: row.trace)]
-    agents = [AgentShare(one[0].agent, float(one[0].reward), len(one)) for one in traces]
-    mean = math.fsum(one.reward for one in agents) / len(agents)
+    traces = [[*trace] for _, trace in groupby(rows, lambda row: row.trace)]
+    agents = [AgentShare(trace[0].agent, float(trace[0].reward), len(trace)) for trace in traces]
+    mean = math.fsum(agent.reward for agent in agents) / len(agents)
     return ScoredRollout(branches, mean, agents)
 
 
@@ -289,10 +293,10 @@ def rows(
     for group, reason in step.lost.groups:
         yield from _group_rows(step.step, next(places), group, reason, {}, shown)
     numbers: dict[tuple[int, int], int] = {}
-    for one in step.lost.rollouts:
-        if one.key not in numbers:
-            numbers[one.key] = next(places)
-        yield from _lost_rows(step.step, numbers[one.key], one, shown)
+    for rollout in step.lost.rollouts:
+        if rollout.key not in numbers:
+            numbers[rollout.key] = next(places)
+        yield from _lost_rows(step.step, numbers[rollout.key], rollout, shown)
 
 
 def _group_rows(
@@ -336,25 +340,25 @@ def _group_rows(
             )
 
 
-def _lost_rows(step: int, place: int, one: LostRollout, shown: Shown) -> Iterator[KeptRollout]:
-    record = one.record
+def _lost_rows(step: int, place: int, lost: LostRollout, shown: Shown) -> Iterator[KeptRollout]:
+    record = lost.record
     branches = [_readable(branch) for branch in record.branches] if record else []
     for number, branch in enumerate(branches or [BranchTokens([], [], [])]):
         yield _row(
             KeptRollout(
                 step=step,
                 group=place,
-                rollout=one.index,
+                rollout=lost.index,
                 branch=number,
-                verdict=one.verdict,
-                reason=one.reason,
-                detail=one.detail,
+                verdict=lost.verdict,
+                reason=lost.reason,
+                detail=lost.detail,
                 reward=record.reward if record else 0.0,
                 advantage=None,
-                environment=one.environment,
-                task=one.task.hex(),
-                worker=one.worker.hex(),
-                lease=one.key[0],
+                environment=lost.environment,
+                task=lost.task.hex(),
+                worker=lost.worker.hex(),
+                lease=lost.key[0],
                 policy_first=branch.versions[0],
                 policy_last=branch.versions[1],
             ),
@@ -367,12 +371,14 @@ def _readable(record: BranchRecord) -> BranchTokens:
     """Unpack the consistent part of a branch: a rejected rollout may be malformed."""
     versions = (record.policy_first, record.policy_last)
     try:
-        tokens, drawn = unpack_u32(record.tokens), iter(unpack_f32(record.logprobs))
+        tokens, logprobs = unpack_u32(record.tokens), iter(unpack_f32(record.logprobs))
     except RemoteProtocolError:
         return BranchTokens([], [], [], versions)
     mask = [flag == 1 for flag in record.sampled[: len(tokens)]]
     mask += [False] * (len(tokens) - len(mask))
-    return BranchTokens(tokens, mask, [next(drawn, 0.0) if one else 0.0 for one in mask], versions)
+    return BranchTokens(
+        tokens, mask, [next(logprobs, 0.0) if flag else 0.0 for flag in mask], versions
+    )
 
 
 def _row(row: KeptRollout, branch: BranchTokens, shown: Shown) -> KeptRollout:

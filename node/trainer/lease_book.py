@@ -146,8 +146,8 @@ class NewcomerQueue:
     def enter(self, node: bytes, origin: Origin, now: float) -> None:
         """Add a node that asks; it keeps the place that it had a short while ago. `now` in Unix seconds."""
         since, left = self._places.pop(node, (now, now))
-        kept = since if now - left <= FORGET_S else now
-        self._asking.setdefault(origin.ticket, {})[node] = (origin, kept)
+        waits_since = since if now - left <= FORGET_S else now
+        self._asking.setdefault(origin.ticket, {})[node] = (origin, waits_since)
 
     def free(self, lease: int) -> None:
         """Pass on the slot of a lease that brought nothing: its answer need not be waited out."""
@@ -180,10 +180,10 @@ class NewcomerQueue:
     def _pop(self, node: bytes, origin: Origin) -> float | None:
         """Take `node` out of those that ask; return since when it has waited."""
         asking = self._asking.get(origin.ticket, {})
-        found = asking.pop(node, None)
+        entry = asking.pop(node, None)
         if not asking:
             self._asking.pop(origin.ticket, None)
-        return None if found is None else found[1]
+        return None if entry is None else entry[1]
 
     def next(
         self,
@@ -204,8 +204,10 @@ class NewcomerQueue:
             by_ticket[slot.origin.ticket] += slot.groups
             by_origin[slot.origin] += slot.groups
         # A ticket may hold as much as it leaves free (dynamic thresholds: Choudhury and Hahne 1998).
-        tickets = [one for one in self._asking if free >= 1 and (alone or by_ticket[one] < free)]
-        tickets.sort(key=lambda one: (by_ticket[one], self._turns.get(Origin(one), 0)))
+        tickets = [
+            ticket for ticket in self._asking if free >= 1 and (alone or by_ticket[ticket] < free)
+        ]
+        tickets.sort(key=lambda ticket: (by_ticket[ticket], self._turns.get(Origin(ticket), 0)))
         for ticket in tickets:
             able = [
                 (by_origin[origin], self._turns.get(origin, 0), since, node)
@@ -269,7 +271,7 @@ class LeasePolicy:
     @property
     def largest_group(self) -> int:
         """Rollouts per task, where an environment has most."""
-        return max(one.group_size for one in self.environments)
+        return max(environment.group_size for environment in self.environments)
 
     @property
     def step(self) -> float:
@@ -360,15 +362,15 @@ class NodeRecord:
         if outcome.lost >= LOST_SHARE * outcome.groups:
             self.lose(1, outcome.lost, policy, now)
             return
-        kept = 1.0 - outcome.lost / outcome.groups
+        kept_share = 1.0 - outcome.lost / outcome.groups
         self.lost_groups += outcome.lost
         self.kept_leases += 1
-        self.reliability += policy.step * (kept - self.reliability)
+        self.reliability += policy.step * (kept_share - self.reliability)
         self.missed = 0 if self.reliability >= STEADY else max(0, self.missed - 1)
-        self.free_returns = min(MAX_FREE_RETURNS, self.free_returns + FREE_RETURN_STEP * kept)
+        self.free_returns = min(MAX_FREE_RETURNS, self.free_returns + FREE_RETURN_STEP * kept_share)
 
     def lose(self, leases: int, groups: float, policy: LeasePolicy, now: float) -> None:
-        """Count leases, of `groups` in all, that did not come back, or with nothing: the node cools off.
+        """Count leases, of `groups` in all, that did not come back or brought nothing: the node cools off.
 
         The cooling-off doubles with every loss. A kept lease ends the doubling for a steady node only; for a
         node that loses more than a quarter it undoes one, so a node that drops every other lease (those with
@@ -543,8 +545,8 @@ class TaskQueue:
             self.drawn.popleft()
         if self.draw is not None:
             self.next_task += count - again
-        elif taken := self._following(count - again):
-            self.next_task = taken[-1] + 1
+        elif indices := self._following(count - again):
+            self.next_task = indices[-1] + 1
             self.unfit = {index for index in self.unfit if index >= self.next_task}
 
 
@@ -592,10 +594,10 @@ class LeaseBook:
         is slow, or makes itself so, is late by the measure of the others.
         """
         late: set[int] = set()
-        for number, held in self.held.items() if now > -math.inf else ():
-            own = self.record(held.node).turnaround_s or math.inf
+        for number, grant in self.held.items() if now > -math.inf else ():
+            own = self.record(grant.node).turnaround_s or math.inf
             usual = max(times * min(own, self.lead.usual_s), LATE_LEAST_S)
-            if now - held.granted > usual:
+            if now - grant.granted > usual:
                 late.add(number)
         return late
 
@@ -618,13 +620,13 @@ class LeaseBook:
         """Count the groups that all newcomers together may still be granted; `coming`: see capacity()."""
         if self.allowed_groups(training) == 0:
             return 0
-        taken = sum(slot.groups for slot in self._slots(now))
+        used = sum(slot.groups for slot in self._slots(now))
         if self.staffed(now):
-            return pool(self.policy.groups_per_batch) - taken
+            return pool(self.policy.groups_per_batch) - used
         free = self.capacity(
             waiting_groups=waiting_groups, training=training, now=now, coming=coming
         )
-        return free - taken
+        return free - used
 
     def next_newcomer(
         self, capacity: int, now: float, able: Container[bytes] | None = None
@@ -635,7 +637,7 @@ class LeaseBook:
         """
         if capacity < 1 or not len(self.newcomers):
             return None
-        holders = {held.node for held in self.held.values()}
+        holders = {grant.node for grant in self.held.values()}
 
         def may(node: bytes) -> bool:
             return (
@@ -650,8 +652,8 @@ class LeaseBook:
         """List the slots of newcomers; without proven nodes, only those of leases that are still out, as work
         that came back is counted where it waits."""
         staffed = self.staffed(now)
-        taken = self.newcomers.slots(now)
-        return [slot for slot in taken if staffed or slot.lease in self.held]
+        slots = self.newcomers.slots(now)
+        return [slot for slot in slots if staffed or slot.lease in self.held]
 
     def forget(self, node: bytes) -> None:
         """Drop the record of a node that holds nothing."""
@@ -686,9 +688,9 @@ class LeaseBook:
         """Count the groups on lease, by node; with or without newcomers, and without late leases (see LATE)."""
         out: Counter[bytes] = Counter()
         late = self._late(now, times)
-        for number, held in self.held.items():
-            if (newcomers or held.newcomer is None) and number not in late:
-                out[held.node] += len(held.lease.tasks)
+        for number, grant in self.held.items():
+            if (newcomers or grant.newcomer is None) and number not in late:
+                out[grant.node] += len(grant.lease.tasks)
         return out
 
     def record(self, node: bytes) -> NodeRecord:
@@ -712,7 +714,7 @@ class LeaseBook:
             most = min(most, int(self._horizon_s() / record.pace))
         if earned < math.inf:
             unjudged = sum(
-                len(one.lease.tasks) for one in self.unjudged.values() if one.node == node
+                len(grant.lease.tasks) for grant in self.unjudged.values() if grant.node == node
             )
             most = min(most, int(EARNED * earned - record.lost_groups) - unjudged)
         return max(1, leases), max(1, most)
@@ -739,7 +741,7 @@ class LeaseBook:
 
         `digest_of` maps (environment, task) to the task's digest.
         """
-        mine = [held.lease for held in self.held.values() if held.node == node]
+        mine = [grant.lease for grant in self.held.values() if grant.node == node]
         most = self._size(node, mine, capacity, share, now)
         sizes = {
             number: min(most, self._room(node, number, mine, share))
@@ -874,10 +876,10 @@ class LeaseBook:
         own = [lease for lease in mine if lease.environment == environment]
         return self._left(node, own, standing.trust, standing.earned)
 
-    def _left(self, node: bytes, held: Sequence[Lease], trust: float, earned: float) -> int:
-        """Count the groups that are left of a quota of which `held` are taken; none if its leases are."""
+    def _left(self, node: bytes, mine: Sequence[Lease], trust: float, earned: float) -> int:
+        """Count the groups that a node may be leased beside `mine`; 0 if it has all its leases."""
         leases, groups = self.quota(node, trust, earned)
-        return groups - sum(len(one.tasks) for one in held) if len(held) < leases else 0
+        return groups - sum(len(lease.tasks) for lease in mine) if len(mine) < leases else 0
 
     def _newcomer_size(self, holds: bool, whole: int, capacity: int, now: float) -> int:
         """Grant one group to see whether a node works; without proven nodes, newcomers divide all there is."""
@@ -892,7 +894,7 @@ class LeaseBook:
         A lease for each of them comes before a second one for any node; if there is not enough for all, those
         that hold nothing divide it evenly.
         """
-        holders = {held.node for held in self.held.values()}
+        holders = {grant.node for grant in self.held.values()}
         hungry = sum(
             1
             for other in share.waiting
@@ -908,27 +910,27 @@ class LeaseBook:
         Raises:
             RemoteProtocolError: UNKNOWN_LEASE, WRONG_RECIPIENT; LEASE_DONE is the ledger's to say.
         """
-        held = self.held.get(lease_id)
-        if held is None:
+        grant = self.held.get(lease_id)
+        if grant is None:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, f"lease {lease_id} is not out")
-        if held.node != node:
+        if grant.node != node:
             raise RemoteProtocolError(Reason.WRONG_RECIPIENT, f"lease {lease_id} is another node's")
         del self.held[lease_id]
-        self.unjudged[lease_id] = held
-        groups = len(held.lease.tasks)
-        self.nodes.setdefault(node, NodeRecord()).settle(groups, held.granted, now)
-        return held.lease
+        self.unjudged[lease_id] = grant
+        groups = len(grant.lease.tasks)
+        self.nodes.setdefault(node, NodeRecord()).settle(groups, grant.granted, now)
+        return grant.lease
 
     def judge(self, lease: Lease, node: bytes, outcome: LeaseOutcome, now: float) -> None:
         """Count a lease by the verdict on its work, at `now` (Unix seconds)."""
-        held = self.unjudged.pop(lease.lease_id, None)
+        grant = self.unjudged.pop(lease.lease_id, None)
         if outcome.accepted:
             queue = self.tasks[lease.environment]
             queue.accepted_at = queue.players[node] = now
         self.nodes.setdefault(node, NodeRecord()).judge(outcome, self.policy, now)
-        if held is None or held.newcomer is None or outcome.blameless:
+        if grant is None or grant.newcomer is None or outcome.blameless:
             return
-        self.newcomers.count(held.newcomer.ticket, outcome.accepted > 0)
+        self.newcomers.count(grant.newcomer.ticket, outcome.accepted > 0)
         if not outcome.accepted:
             self.newcomers.free(lease.lease_id)
 
@@ -941,41 +943,41 @@ class LeaseBook:
 
     def expire(self, now: float) -> list[Held]:
         """Take back leases past their deadline: their tasks are leased again, and their nodes cool off."""
-        late = [held for held in self.held.values() if held.lease.deadline < now]
+        late = [grant for grant in self.held.values() if grant.lease.deadline < now]
         self._take_back(late, now, expired=True)
         return late
 
     def release(self, node: bytes, now: float) -> list[Held]:
         """Take back the leases of a node that said goodbye or began anew: their tasks are leased again."""
-        left = [held for held in self.held.values() if held.node == node]
+        left = [grant for grant in self.held.values() if grant.node == node]
         self._take_back(left, now)
         return left
 
     def release_lost(self, node: bytes, holding: Container[int], now: float) -> list[Held]:
         """Take back leases that a node does not hold: the grant never reached it, or it gave up."""
         lost = [
-            held
-            for number, held in self.held.items()
-            if held.node == node and number not in holding
+            grant
+            for number, grant in self.held.items()
+            if grant.node == node and number not in holding
         ]
         self._take_back(lost, now)
         return lost
 
     def _take_back(self, leases: list[Held], now: float, *, expired: bool = False) -> None:
         groups: Counter[bytes] = Counter()
-        for held in leases:
-            groups[held.node] += len(held.lease.tasks)
-        for node, count in Counter(held.node for held in leases).items():
+        for grant in leases:
+            groups[grant.node] += len(grant.lease.tasks)
+        for node, count in Counter(grant.node for grant in leases).items():
             record = self.nodes.setdefault(node, NodeRecord())
             count_loss = record.lose if expired else record.give_back
             count_loss(count, groups[node], self.policy, now)
-        for held in leases:
-            del self.held[held.lease.lease_id]
-            if held.newcomer is not None and expired:
-                self.newcomers.count(held.newcomer.ticket, False)
-            queue = self.tasks[held.lease.environment]
-            queue.requeue(task.index for task in held.lease.tasks)
-            self._owe(held.charges, -1)
+        for grant in leases:
+            del self.held[grant.lease.lease_id]
+            if grant.newcomer is not None and expired:
+                self.newcomers.count(grant.newcomer.ticket, False)
+            queue = self.tasks[grant.lease.environment]
+            queue.requeue(task.index for task in grant.lease.tasks)
+            self._owe(grant.charges, -1)
         self.expired += len(leases)
 
     def upcoming(self, environment: int, leases: int) -> list[int]:
@@ -985,7 +987,7 @@ class LeaseBook:
 
     def _on_lease(self, environment: int) -> Iterable[int]:
         """Iterate over the tasks of an environment that are on lease."""
-        leases = (held.lease for held in self.held.values())
+        leases = (grant.lease for grant in self.held.values())
         return (
             task.index
             for lease in leases

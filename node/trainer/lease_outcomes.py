@@ -127,7 +127,7 @@ def count_lease(
         accepted=verified.verdict.accepted,
         lost=lost,
         taken_back=sum(number in sent for number, _ in failed),
-        reward=sum(one.reward for group in verified.groups for one in group.rollouts),
+        reward=sum(rollout.reward for group in verified.groups for rollout in group.rollouts),
     )
 
 
@@ -166,7 +166,7 @@ class WorkRecords:
 
     def warnings(self, names: Sequence[str]) -> list[str]:
         """Describe the workers that choose among their rollouts; `names` are those of the environments."""
-        said: list[str] = []
+        lines: list[str] = []
         for (node, environment), record in list(self._records.items()):
             if not record.selective:
                 continue
@@ -174,13 +174,13 @@ class WorkRecords:
             accepted = sum(other.accepted for other in others)
             reward = sum(other.reward for other in others) / accepted if accepted else 0.0
             usual = self._usual(node, environment, "taken_back_share")
-            said.append(
+            lines.append(
                 f"worker {short(node)} takes back {record.taken_back_share:.0%} of its rollouts of "
                 f"{names[environment]!r} ({usual:.1%} is usual; what it sends has a mean reward of "
                 f"{record.mean_reward:.2f}, that of other workers {reward:.2f}): its incomplete groups are "
                 f"not trained. Ask its owner why, or ban it: `primerl-node ban {node.hex()[:12]}`"
             )
-        return said
+        return lines
 
     def _others(self, node: bytes, environment: int) -> Iterator[tuple[bytes, WorkRecord]]:
         for (other, number), record in list(self._records.items()):

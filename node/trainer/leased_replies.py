@@ -282,7 +282,7 @@ def accepted_replies(
     submission: Submission, lease: Lease, verified: Verified
 ) -> dict[int, Completion]:
     """Unpack the accepted replies of a verified submission, by the index of their task."""
-    rejected = {one.group for one in verified.rejections}
+    rejected = {rejection.group for rejection in verified.rejections}
     return {
         task.index: reply_of(submission.groups[number].rollouts[0].branches[0])
         for number, task in enumerate(lease.tasks)

@@ -269,8 +269,8 @@ class TrainerRole:
         while True:
             await asyncio.sleep(EXPIRY_INTERVAL_S)
             late = self.scheduler.take_back(time.time())
-            for held in late:
-                logger.info("lease %d of %s is taken back", held.lease.lease_id, short(held.node))
+            for grant in late:
+                logger.info("lease %d of %s is taken back", grant.lease.lease_id, short(grant.node))
             if late:
                 await self.scheduler.work_changed()
             # Groups of other workers may be due now, or may have been waited for long enough.

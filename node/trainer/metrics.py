@@ -36,7 +36,7 @@ class RunMetrics:
         demonstrations: Demonstrations,
         log: MetricsLog,
     ) -> None:
-        """`log` takes the lines; the others are what they are read from."""
+        """`log` takes the lines; the others are the sources of the metrics."""
         self._environments = [environment.name for environment in config.mixture]
         self._scheduler = scheduler
         self._progress = submissions.progress

@@ -163,7 +163,7 @@ def _state(
         return UNMEASURED
     rest = registry.book.record(node).rest_until - now
     if rest > 0:
-        return f"resting {rest:.0f} s as leases did not come back, or with nothing"
+        return f"resting {rest:.0f} s as leases did not come back or brought nothing"
     if worker.stats.version < newest:
         return f"fetching version {newest}"
     return "asking for work"

@@ -113,8 +113,8 @@ class StageCandidates:
 
     def sweep(self, now: float) -> None:
         """Forget silent nodes and old failures."""
-        for node, one in list(self._offers.items()):
-            if now - one.seen > ALIVE_S:
+        for node, entry in list(self._offers.items()):
+            if now - entry.seen > ALIVE_S:
                 del self._offers[node]
         for node, failures in list(self._failures.items()):
             if now - failures.last > FORGIVE_S:
@@ -132,29 +132,29 @@ class StageCandidates:
 
         Nodes that failed recently are left out.
         """
-        found: list[Offered] = []
-        for node, one in sorted(self._offers.items(), key=lambda item: item[1].since):
-            offered = Offered(node, one.offer)
+        offers: list[Offered] = []
+        for node, entry in sorted(self._offers.items(), key=lambda item: item[1].since):
+            offered = Offered(node, entry.offer)
             failures = self._failures.get(node)
             benched = failures is not None and now < failures.benched_until
             if offered.kind != kind or benched or taken(node) or self.refusal(node):
                 continue
             if self.alive(node, now):
-                found.append(offered)
-        return found[:POOL]
+                offers.append(offered)
+        return offers[:POOL]
 
     def settled(self, pool: list[Offered], now: float) -> bool:
         """Return whether there is no recent newcomer and all links are measured, or had time to be.
 
         If operators fixed the order of the stages there is nothing to wait for.
         """
-        if all(one.offer.rank >= 0 for one in pool):
+        if all(offered.offer.rank >= 0 for offered in pool):
             return True
-        newest = max(self._offers[one.node].since for one in pool)
+        newest = max(self._offers[offered.node].since for offered in pool)
         if now - newest >= MEASURE_S:
             return True
-        nodes = {one.node for one in pool}
-        measured = all(nodes <= {one.node, *one.offer.round_trips} for one in pool)
+        nodes = {offered.node for offered in pool}
+        measured = all(nodes <= {offered.node, *offered.offer.round_trips} for offered in pool)
         return measured and now - newest >= SETTLE_S
 
     def blame(self, by: bytes, node: bytes, now: float) -> bytes:
@@ -405,7 +405,7 @@ class PipelineCoordinator:
         self._sweep(now)
         leading = {group.head for group in self._groups.values() if not group.void}
         self._led |= leading
-        gone = {one for one in self._led - leading if now - self._heard(one) > ALIVE_S}
+        gone = {node for node in self._led - leading if now - self._heard(node) > ALIVE_S}
         self._led -= gone
         return sorted(gone)
 
@@ -460,14 +460,14 @@ class PipelineCoordinator:
     def _form(self, kind: PoolKind, now: float) -> None:
         """Make a plan from the waiting nodes, first for broken groups."""
         pool = self._book.waiting(kind, now, self._taken)
-        nodes = {one.node for one in pool}
+        nodes = {offered.node for offered in pool}
         for group in list(self._groups.values()):
             if group.missing and nodes:
                 self._mend(group, group.missing)
             elif group.void and group.head in nodes:
                 group.heard = now
                 self._again(group, pool)
-        pool = [one for one in pool if not self._taken(one.node)]
+        pool = [offered for offered in pool if not self._taken(offered.node)]
         if len(pool) < 2 or not self._book.settled(pool, now):
             return
         plan = self._make(pool, secrets.token_bytes(32), 0)
@@ -493,8 +493,14 @@ class PipelineCoordinator:
         """Call make_plan(), but never again for offers that yielded no plan."""
         assert self._model is not None
         offers = (
-            (one.kind, one.node, one.offer.memory_bytes, one.offer.rank, one.offer.world_size)
-            for one in pool
+            (
+                offered.kind,
+                offered.node,
+                offered.offer.memory_bytes,
+                offered.offer.rank,
+                offered.offer.world_size,
+            )
+            for offered in pool
         )
         tried = frozenset(offers), head
         if tried in self._hopeless or not self._makes.take(b"", self._clock()):
@@ -532,7 +538,11 @@ class PipelineCoordinator:
             group.doubts.setdefault(peer, now)
         if accused:
             gone = {self._book.blame(peer, node, now) for node in sorted(accused)}
-            why = "calls others lost that we hear" if peer in gone else f"lost, says {short(peer)}"
+            why = (
+                "reports nodes lost that are still heard"
+                if peer in gone
+                else f"lost, says {short(peer)}"
+            )
             self._without(gone, why)
 
     def _hear_head(self, group: PipelineGroup, now: float) -> None:
@@ -581,11 +591,11 @@ class PipelineCoordinator:
         known, group.void = group.missing, True
         gone = {node for node in group.nodes if node in gone or not self._book.alive(node, now)}
         pool = self._helpers(old, gone, now)
-        spares = [one for one in pool if old.rank_of(one.node) is None]
+        spares = [offered for offered in pool if old.rank_of(offered.node) is None]
         plan = replace(old, gone, spares, self._model.costs(old.shape.engine))
         if plan is not None:
             self._use(group, plan, "mended")
-        elif group.head in {one.node for one in pool} and self._again(group, pool):
+        elif group.head in {offered.node for offered in pool} and self._again(group, pool):
             return
         elif all(self._can_be(old, node, now) for node in group.nodes):
             plan = structs.replace(old, generation=old.generation + 1)
@@ -615,23 +625,25 @@ class PipelineCoordinator:
         kind = old.shape.engine, old.shape.software, name
         order = {node: place for place, node in enumerate(old.spares)}
         pool = self._book.waiting(kind, now, self._taken)
-        left = [one for one in pool if one.node not in gone]
-        return sorted(left, key=lambda one: order.get(one.node, len(order)))
+        left = [offered for offered in pool if offered.node not in gone]
+        return sorted(left, key=lambda offered: order.get(offered.node, len(order)))
 
     # -- answers -----------------------------------------------------------------------------------
 
     def _wait(self, peer: bytes, kind: PoolKind, now: float) -> StageWait:
         """Return the reply without a plan: other waiting nodes, to which `peer` measures its links."""
         pool = self._book.waiting(kind, now, self._taken)
-        return StageWait(WAIT_MS, self._records(one.node for one in pool if one.node != peer))
+        return StageWait(
+            WAIT_MS, self._records(offered.node for offered in pool if offered.node != peer)
+        )
 
     def _planned(self, peer: bytes, group: PipelineGroup) -> StagePlanned:
         sealed = group.seal(self._services.key, self._services.run_id, self._wall())
         return StagePlanned(sealed, self._records(n for n in group.nodes if n != peer), PLANNED_MS)
 
     def _records(self, nodes: Iterable[bytes]) -> tuple[bytes, ...]:
-        found = (self._peers.get(node).sealed for node in nodes)
-        return tuple(sealed for sealed in found if sealed)[:MAX_RECORDS]
+        records = (self._peers.get(node).sealed for node in nodes)
+        return tuple(sealed for sealed in records if sealed)[:MAX_RECORDS]
 
     # -- the ledger -------------------------------------------------------------------------------
 
@@ -651,11 +663,11 @@ class PipelineCoordinator:
 
     def _load(self) -> None:
         """Load the plans sealed before a restart; stages that are gone will be reported by others."""
-        found = self._ledger.get(LEDGER)
-        if found is None:
+        stored = self._ledger.get(LEDGER)
+        if stored is None:
             return
         with readable(self._ledger.path, "pipelines"):
-            kept = msgspec.msgpack.decode(found, type=SavedPipeline)
-        self._book.excluded.update(kept.excluded)
-        for plan in kept.plans:
+            saved = msgspec.msgpack.decode(stored, type=SavedPipeline)
+        self._book.excluded.update(saved.excluded)
+        for plan in saved.plans:
             self._groups[plan.group] = PipelineGroup(plan, self._clock())

@@ -64,17 +64,20 @@ class StageFaults:
             self._reputation(node).observe(observed(audited, verified.placing), test)
             return
         tally, count = self._tally(plan), len(plan.stages)
-        blames = [_stated(one, tally) for one in audited.blames]
-        first = [_laid(one, 0, count) for one in blames]
+        blames = [_stated(attribution, tally) for attribution in audited.blames]
+        first = [_laid(attribution, 0, count) for attribution in blames]
         self._reputation(node).observe(first, test, tally.rooms[0])
-        blames = [one for one in blames if one.distances]
+        blames = [attribution for attribution in blames if attribution.distances]
         for rank in range(1, count):
             self._reputation(plan.stages[rank].node).observe_stage(
-                (_laid(one, rank, count) for one in blames),
+                (_laid(attribution, rank, count) for attribution in blames),
                 test,
                 tally.rooms[rank],
                 accuser=node,
-                named=any(one.outcome == "rejected" and one.named == rank for one in blames),
+                named=any(
+                    attribution.outcome == "rejected" and attribution.named == rank
+                    for attribution in blames
+                ),
             )
         for rank in range(len(plan.stages)):
             tally.doubt[rank] = _doubt(tally.doubt[rank], blames, rank)
@@ -118,25 +121,25 @@ def observed(audits: AuditResults, placing: bool = False) -> list[Audited]:
     With `placing`, suspect rollouts are left out, as they may only be of another numerics class than claimed.
     Means that a validator states do not count: unlike a rejection, nobody measures them again.
     """
-    found: list[Audited] = []
-    for seen, judgement in zip(audits.evidence, audits.judgements, strict=True):
+    observations: list[Audited] = []
+    for evidence, judgement in zip(audits.evidence, audits.judgements, strict=True):
         outcome = outcome_of(judgement.reason, judgement.suspect)
         if outcome is not None and not (placing and outcome == "suspect"):
-            counts = seen.means and not audits.validator
-            means = (*seen.means, seen.fingerprint) if counts else ()
-            found.append(Audited(outcome, seen.other_policy, means=means))
-    return found
+            counts = evidence.means and not audits.validator
+            means = (*evidence.means, evidence.fingerprint) if counts else ()
+            observations.append(Audited(outcome, evidence.other_policy, means=means))
+    return observations
 
 
-def _stated(one: StageAttribution, tally: Tally) -> StageAttribution:
+def _stated(attribution: StageAttribution, tally: Tally) -> StageAttribution:
     """Attribute a rollout without boundaries to stage 0.
 
     Excepted are the rollouts that may have been begun with other stages.
     """
-    if one.distances or one.outcome == "clean":
-        return one
+    if attribution.distances or attribution.outcome == "clean":
+        return attribution
     tally.unstated -= 1
-    return one if tally.unstated >= 0 else replace(one, stages=(0,))
+    return attribution if tally.unstated >= 0 else replace(attribution, stages=(0,))
 
 
 def spared(audits: AuditResults) -> int:
@@ -144,25 +147,27 @@ def spared(audits: AuditResults) -> int:
     return sum(map(of_others, audits.blames))
 
 
-def of_others(one: StageAttribution) -> bool:
+def of_others(attribution: StageAttribution) -> bool:
     """Whether a rollout was rejected for what other nodes than the signer may have done."""
-    return one.outcome == "rejected" and one.stages != (0,)
+    return attribution.outcome == "rejected" and attribution.stages != (0,)
 
 
 def _doubt(nats: float, blames: Sequence[StageAttribution], rank: int) -> float:
-    for one in blames:
-        nats = max(0.0, nats + INCREMENT[one.outcome if rank in one.stages else "clean"])
+    for attribution in blames:
+        nats = max(
+            0.0, nats + INCREMENT[attribution.outcome if rank in attribution.stages else "clean"]
+        )
     return nats
 
 
-def _laid(one: StageAttribution, rank: int, count: int) -> Audited:
+def _laid(attribution: StageAttribution, rank: int, count: int) -> Audited:
     """Return a rollout's evidence on stage `rank` of `count`.
 
     All stages share its evidence of another policy.
     """
-    other = one.other_policy / count
-    if rank in one.stages:
-        return Audited(one.outcome, other, 1 / len(one.stages))
-    if one.outcome != "clean" and (rank == 0 or rank + 1 in one.stages[:1]):
-        return Audited(one.outcome, other, VOUCHED, vouches=True)
+    other = attribution.other_policy / count
+    if rank in attribution.stages:
+        return Audited(attribution.outcome, other, 1 / len(attribution.stages))
+    if attribution.outcome != "clean" and (rank == 0 or rank + 1 in attribution.stages[:1]):
+        return Audited(attribution.outcome, other, VOUCHED, vouches=True)
     return Audited("clean", other)

@@ -131,8 +131,8 @@ class Publisher:
                 self._chain.add(manifest)
         await self._rebuild(version)
         if newest is None or newest.head.version < version:
-            held = self._chain.get(version - 1)
-            if newest is not None and (held is None or newest.head.version != version - 1):
+            previous = self._chain.get(version - 1)
+            if newest is not None and (previous is None or newest.head.version != version - 1):
                 self._begin_epoch(version)
             await self.publish(version, snapshot)
         elif newest.head.version == version and newest.head.state == policy.digest:
@@ -201,8 +201,8 @@ class Publisher:
 
         Raises WeightsError, StorageError.
         """
-        held = replica.policy
-        for reached, artifact in self._chain.plan(held.version, held.digest, version):
+        policy = replica.policy
+        for reached, artifact in self._chain.plan(policy.version, policy.digest, version):
             manifest = self._chain.get(reached)
             assert manifest is not None
             chunks = (read_chunk(self._store, chunk.digest) for chunk in artifact.chunks)
@@ -228,10 +228,12 @@ class Publisher:
 
     def _encode(self, policy: Policy, changed: Changed | None) -> list[Artifact]:
         artifacts: list[Artifact] = []
-        held = self._policy
-        if held.version == policy.version - 1 and held.version >= 0:
-            payload = self._encoders.encode_delta(held.state, policy.state, changed)
-            artifacts.append(self._artifact("delta", policy, payload, held.version, held.digest))
+        previous = self._policy
+        if previous.version == policy.version - 1 and previous.version >= 0:
+            payload = self._encoders.encode_delta(previous.state, policy.state, changed)
+            artifacts.append(
+                self._artifact("delta", policy, payload, previous.version, previous.digest)
+            )
             self.last_delta_bytes = artifacts[0].size
             self.delta_bytes += artifacts[0].size
             self.full_bytes += state_bytes(policy.state)

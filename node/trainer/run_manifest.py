@@ -67,12 +67,12 @@ async def documents(
     files = await asyncio.to_thread(_model_files, store, model_dir)
     lora = config.training.lora
     if known is not None:
-        found = known_documents(known, key.node_id)
-        _check_adapters(lora, found.manifest.adapters)
-        _check_routes(config.training.enable_router_replay, found.manifest)
-        _check_environments(config, found.manifest)
-        _check_engine(config.engine, found.manifest)
-        return found
+        signed = known_documents(known, key.node_id)
+        _check_adapters(lora, signed.manifest.adapters)
+        _check_routes(config.training.enable_router_replay, signed.manifest)
+        _check_environments(config, signed.manifest)
+        _check_engine(config.engine, signed.manifest)
+        return signed
     if config.engine.quantization != "none" or config.engine.keep_kv_cache:
         shape = await asyncio.to_thread(read_shape, model_dir)
         check_quantized(config.engine, shape)
@@ -116,21 +116,26 @@ def dated_config(
     dates = [today] * count
     if known is not None:
         begun = known_documents(known, trainer).manifest.environments
-        dates = [str(options_of(one).chat_template_kwargs.get(DATE, "")) for one in begun]
+        dates = [
+            str(options_of(environment).chat_template_kwargs.get(DATE, "")) for environment in begun
+        ]
         dates += [""] * (count - len(dates))  # another mixture, which _check_environments() refuses
 
-    def completed(one: Environments, date: str) -> Environments:
-        variables = dated(one.chat_template_kwargs, model_dir, date)
-        return one.model_copy(update={"chat_template_kwargs": variables})
+    def completed(environment: Environments, date: str) -> Environments:
+        variables = dated(environment.chat_template_kwargs, model_dir, date)
+        return environment.model_copy(update={"chat_template_kwargs": variables})
 
     evaluation = config.evaluation
-    evaluated = [completed(one, dates[0]) for one in evaluation.environments]
+    evaluated = [completed(environment, dates[0]) for environment in evaluation.environments]
     update = {"evaluation": evaluation.model_copy(update={"environments": evaluated})}
     if not config.environments:
         return config.model_copy(
             update={**update, "environment": completed(config.environment, dates[0])}
         )
-    own = [completed(one, date) for one, date in zip(config.environments, dates, strict=False)]
+    own = [
+        completed(environment, date)
+        for environment, date in zip(config.environments, dates, strict=False)
+    ]
     return config.model_copy(update={**update, "environments": own})
 
 
@@ -155,30 +160,30 @@ def _check_environments(config: RunConfig, run: RunManifest) -> None:
 
     Leases identify environments by index.
     """
-    wanted = [f"{one.name} ({one.id})" for one in config.mixture]
-    begun = [f"{one.name} ({one.id})" for one in run.environments]
+    wanted = [f"{environment.name} ({environment.id})" for environment in config.mixture]
+    begun = [f"{environment.name} ({environment.id})" for environment in run.environments]
     if wanted != begun:
         raise UsageError(
             f"this run began with the environments {', '.join(begun)}, now they are {', '.join(wanted)}: "
             f"change them back, or {ANOTHER_RUN}"
         )
-    for own, one in zip(config.mixture, run.environments, strict=True):
+    for own, contract in zip(config.mixture, run.environments, strict=True):
         wanted_sampling = config.sampling_of(own)
-        drawn = {name: getattr(one.sampling, name) for name in SamplingConfig.model_fields}
-        signed = wanted_sampling.model_copy(update=drawn)
+        settings = {name: getattr(contract.sampling, name) for name in SamplingConfig.model_fields}
+        signed = wanted_sampling.model_copy(update=settings)
         if wanted_sampling != signed:  # the trainer would compute logprobs of another policy
             raise UsageError(
-                f"this run samples {one.name} with {_described(signed)}, now it is "
+                f"this run samples {contract.name} with {_described(signed)}, now it is "
                 f"{_described(wanted_sampling)}: change it back, or {ANOTHER_RUN}"
             )
-        options = options_of(one)
+        options = options_of(contract)
         # workers play what the manifest says, and their rollouts would be refused
-        begun = {key: getattr(options, key) for key in SIGNED} | {"seed": one.seed}
+        begun = {key: getattr(options, key) for key in SIGNED} | {"seed": contract.seed}
         now = {key: getattr(own, key) for key in SIGNED} | {"seed": config.seed}
         for key, value in begun.items():
             if now[key] != value:
                 raise UsageError(
-                    f"this run began with another {key} of {one.name} ({value!r}, now {now[key]!r}): "
+                    f"this run began with another {key} of {contract.name} ({value!r}, now {now[key]!r}): "
                     f"change it back, or {ANOTHER_RUN}"
                 )
 
@@ -192,18 +197,18 @@ def check_clock(run: RunManifest, newest: AdmittedHead | None, now: int) -> None
 
     Peers would reject everything signed next as out of order or expired.
     """
-    made = max(run.created, newest.head.created if newest else 0)
-    if made > now + CLOCK_SKEW_S:
+    signed_at = max(run.created, newest.head.created if newest else 0)
+    if signed_at > now + CLOCK_SKEW_S:
         raise UsageError(
             f"the clock of this machine says {utc(now)}, but this run signed its newest version at "
-            f"{utc(made)}: set the clock, then start again"
+            f"{utc(signed_at)}: set the clock, then start again"
         )
 
 
 def _check_adapters(config: LoraConfig | None, run: AdapterContract | None) -> None:
     """Raise UsageError unless training.lora is that of the run's beginning."""
     wanted, begun = (
-        one and (one.rank, one.alpha, tuple(one.target_modules)) for one in (config, run)
+        lora and (lora.rank, lora.alpha, tuple(lora.target_modules)) for lora in (config, run)
     )
     if wanted != begun:
         raise UsageError(
@@ -289,7 +294,7 @@ def longest_sequence(config: RunConfig, positions: int) -> int:
     longest = min(config.training.seq_len, positions or config.training.seq_len)
     if "max_model_len" in config.engine.model_fields_set:
         longest = min(longest, config.engine.max_model_len)
-    most = max(one.sampling.max_tokens for one in config.mixture)
+    most = max(environment.sampling.max_tokens for environment in config.mixture)
     if most >= longest:
         raise UsageError(
             f"sampling.max_tokens is {most}, and a sequence of this run has at most "

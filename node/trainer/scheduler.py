@@ -60,14 +60,23 @@ def lease_policy(config: RunConfig, routes: RouteShape | None = None) -> LeasePo
     """Make the lease policy of a run; `routes` is the shape of the routes in its rollouts."""
     rollouts, mixture = config.rollouts, config.mixture
     # a turn may be a sample of its own, with its whole prompt
-    samples = [1 if one.earlier_reasoning == "keep" else one.max_turns for one in mixture]
-    largest = max(one.group_size * count for one, count in zip(mixture, samples, strict=True))
+    samples = [
+        1 if environment.earlier_reasoning == "keep" else environment.max_turns
+        for environment in mixture
+    ]
+    largest = max(
+        environment.group_size * count for environment, count in zip(mixture, samples, strict=True)
+    )
     tokens = config.training.seq_len * largest * rollouts.groups_per_lease
     size = BYTES_PER_TOKEN + (routes.token_bytes if routes else 0)
     sampled = map(config.sampling_of, mixture)
-    size += max((support_bytes(one.top_k) for one in sampled if one.truncates), default=0)
+    size += max(
+        (support_bytes(sampling.top_k) for sampling in sampled if sampling.truncates), default=0
+    )
     return LeasePolicy(
-        environments=tuple(MixtureShare(one.group_size, one.ratio) for one in mixture),
+        environments=tuple(
+            MixtureShare(environment.group_size, environment.ratio) for environment in mixture
+        ),
         groups_per_batch=rollouts.groups_per_batch,
         groups_per_lease=rollouts.groups_per_lease,
         max_off_policy_steps=rollouts.max_off_policy_steps,
@@ -255,30 +264,34 @@ class TaskSupply:
 
         Tasks whose prompts are too long are passed over. Raises EnvironmentFailed if all are.
         """
-        made = False
+        prepared = False
         while missing := [index for index in self._upcoming(leases) if index not in self.digests]:
             tasks = await asyncio.gather(*map(self._environment.task, missing))
             lengths = await asyncio.gather(*map(self._prompt_length, tasks))
             for task, length in zip(tasks, lengths, strict=True):
                 if length < self._longest:
                     self.digests[task.index] = task.digest
-                    self._passed_in_a_row, made = 0, True
+                    self._passed_in_a_row, prepared = 0, True
                 else:
                     self._pass_over(task.index, length)
         if len(self.digests) > KEPT_DIGESTS:
             known = self.digests
             wanted = self._upcoming(leases)
             self.digests = {index: known[index] for index in wanted if index in known}
-        return made
+        return prepared
 
     def _upcoming(self, leases: int) -> list[int]:
         """List the tasks of the next leases. Raises EnvironmentFailed if only unfit ones are left."""
         book, queue = self._book, self._book.tasks[self._number]
         upcoming = book.upcoming(self._number, leases)
         out = (*book.held.values(), *book.unjudged.values())
-        if not upcoming and queue.unfit and all(it.lease.environment != self._number for it in out):
+        if (
+            not upcoming
+            and queue.unfit
+            and all(grant.lease.environment != self._number for grant in out)
+        ):
             raise EnvironmentFailed(
-                self._too_long(f"no prompt of its {len(queue.unfit)} left fits")
+                self._too_long(f"none of its {len(queue.unfit)} remaining prompts fits")
             )
         return upcoming
 
@@ -408,15 +421,15 @@ class LeaseScheduler:
     def _playable(self, request: LeaseRequest) -> frozenset[int]:
         """Return the environments that a node says it can play. Raises RemoteProtocolError."""
         every = range(len(self.tasks))
-        said = every if request.environments is None else request.environments
-        if not set(said) <= set(every):
-            detail = f"environment {max(said)}: the run has {len(every)}"
+        playable = every if request.environments is None else request.environments
+        if not set(playable) <= set(every):
+            detail = f"environment {max(playable)}: the run has {len(every)}"
             raise RemoteProtocolError(Reason.MALFORMED, detail)
-        return frozenset(said)
+        return frozenset(playable)
 
     def _ready(self) -> frozenset[int]:
         """Return the environments whose next tasks are prepared."""
-        return frozenset(number for number, one in enumerate(self.tasks) if one.is_ready())
+        return frozenset(number for number, supply in enumerate(self.tasks) if supply.is_ready())
 
     async def _wait_for_work(self, worker: WorkerState, peer: bytes, wanted: int) -> list[bytes]:
         """Grant leases to `peer` as soon as there is work; none after a while, or with a verdict."""
@@ -471,9 +484,9 @@ class LeaseScheduler:
             return "the run has no policy version yet"
         if rest > 0:
             return (
-                f"this node rests {rest:.0f} s, as leases of it did not come back, or with nothing"
+                f"this node rests {rest:.0f} s, as its leases did not come back or brought nothing"
             )
-        if any(held.node == peer for held in self.book.held.values()):
+        if any(grant.node == peer for grant in self.book.held.values()):
             return "it holds as many leases as its record allows"
         if waiting := self.registry.waits_for_bounds(peer):
             return waiting
@@ -483,7 +496,7 @@ class LeaseScheduler:
         if self._ready().isdisjoint(playable):
             return self.tasks[min(playable)].NONE_READY
         if self.book.ahead(playable, self.registry.staffed(), now):
-            names = ", ".join(repr(self.registry.environments[one].name) for one in playable)
+            names = ", ".join(repr(self.registry.environments[number].name) for number in playable)
             return f"the run has a batch more of {names} than its ratio: this node can play nothing else"
         if self.book.staffed(now) and not self.registry.proven(peer):
             waiting = len(self.book.newcomers)
@@ -539,9 +552,9 @@ class LeaseScheduler:
 
 def take_verdicts(waiting: deque[bytes]) -> tuple[bytes, ...]:
     """Take the verdicts that fit into one reply beside its leases; the rest come with the next."""
-    taken: list[bytes] = []
+    verdicts: list[bytes] = []
     size = 0
-    while waiting and len(taken) < MAX_LEASES and size + len(waiting[0]) <= VERDICT_BYTES:
+    while waiting and len(verdicts) < MAX_LEASES and size + len(waiting[0]) <= VERDICT_BYTES:
         size += len(waiting[0])
-        taken.append(waiting.popleft())
-    return tuple(taken)
+        verdicts.append(waiting.popleft())
+    return tuple(verdicts)

@@ -1,7 +1,7 @@
 """One key, one session: which connection of a node's key is answered, where two programs have the same key.
 
 Invariants: requests of a key are answered on one connection at a time. While that connection answers, a request
-on another one is refused and changes nothing; nobody but the transport says that it does not.
+on another one is refused and changes nothing; only the transport decides that it no longer does.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class Sessions:
         self._seconds: dict[bytes, SecondSession] = {}
 
     def __len__(self) -> int:
-        """Count the keys that something is remembered of."""
+        """Count the keys with a remembered session or refusal."""
         return len(self._sessions.keys() | self._seconds.keys())
 
     async def check(self, connection: Connection) -> None:
@@ -96,8 +96,8 @@ class Sessions:
             await session.connection.close("this key is not answered any more")
 
     def sweep(self) -> None:
-        """Forget sessions whose connection is closed: it holds some 95 KB for as long as we do."""
-        for node in [node for node, one in self._sessions.items() if one.connection.closed]:
+        """Forget sessions whose connection is closed: each holds some 95 KB while it is remembered."""
+        for node in [node for node, session in self._sessions.items() if session.connection.closed]:
             del self._sessions[node]
 
     def second(self, node: bytes) -> str:
@@ -112,7 +112,7 @@ class Sessions:
         return [_warning(node, words) for node in self._seconds if (words := self.second(node))]
 
     async def _answers(self, session: KeySession) -> bool:
-        """Return whether a session's program is alive now: that it asked a moment ago does not show it."""
+        """Return whether a session's program is alive now: a request of a moment ago does not prove it."""
         if session.connection.closed:
             return False
         if session.probe is None or session.probe.done():
@@ -120,7 +120,7 @@ class Sessions:
         return await asyncio.shield(session.probe)
 
     def _refusal(self, session: KeySession, connection: Connection) -> RemoteProtocolError:
-        """Note a second program with a session's key, in the log once; return what it is told."""
+        """Note a second program with a session's key, in the log once; return the refusal for it."""
         node, now = connection.peer, self._clock()
         known = self._seconds.pop(node, None)  # the newest is the last
         while len(self._seconds) >= MAX_SESSIONS:

@@ -174,8 +174,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         """Restore the evidence about every worker, bans included; the ledger's if it is newer."""
         names = tuple(self.tasks)
         known = {
-            bytes.fromhex(node): Reputation.restore(one, names)
-            for node, one in self.reputations.items()
+            bytes.fromhex(node): Reputation.restore(saved, names)
+            for node, saved in self.reputations.items()
         }
         for node, (arrival, snapshot) in ledger.reputations().items():
             if arrival > self.verified_up_to:
@@ -225,8 +225,8 @@ def _restore_draws(queue: TaskQueue, position: TaskPosition, done: Counter[int])
 def positions(book: LeaseBook, environments: Sequence[str]) -> dict[str, TaskPosition]:
     """Return where the tasks of each environment continue; leased tasks are leased again first."""
     out: dict[int, list[int]] = {}
-    for held in book.held.values():
-        out.setdefault(held.lease.environment, []).extend(task.index for task in held.lease.tasks)
+    for grant in book.held.values():
+        out.setdefault(grant.lease.environment, []).extend(task.index for task in grant.lease.tasks)
     return {
         name: TaskPosition(queue.next_task, [*queue.requeued, *out.get(number, ())])
         for number, (name, queue) in enumerate(zip(environments, book.tasks, strict=True))
@@ -272,7 +272,7 @@ def _differs(state: TrainerState, ledger: Ledger) -> str:
 
 def snapshots(reputations: Mapping[bytes, Reputation]) -> dict[str, ReputationSnapshot]:
     """Convert reputations for a TrainerState."""
-    return {node.hex(): one.snapshot() for node, one in reputations.items()}
+    return {node.hex(): reputation.snapshot() for node, reputation in reputations.items()}
 
 
 def fork(step: int, parts: dict[str, bytes]) -> dict[str, bytes]:

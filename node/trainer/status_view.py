@@ -43,20 +43,20 @@ def show_training(status: Status, role: TrainerRole) -> None:
 def environment_rows(role: TrainerRole) -> list[EnvironmentRow]:
     """Make a row for each environment that is trained on."""
     progress, registry = role.progress, role.scheduler.registry
-    ratios = [one.ratio for one in registry.book.policy.environments]
+    ratios = [share.ratio for share in registry.book.policy.environments]
     able = registry.able(0.0)
     return [
         EnvironmentRow(
-            name=one.name,
-            id=one.id,
+            name=contract.name,
+            id=contract.id,
             share=ratio / sum(ratios),
-            group_size=one.group_size,
-            reward=progress.rewards.get(one.name),
-            accepted=progress.accepted_of[one.name],
-            rejected=progress.rejected_of[one.name],
+            group_size=contract.group_size,
+            reward=progress.rewards.get(contract.name),
+            accepted=progress.accepted_of[contract.name],
+            rejected=progress.rejected_of[contract.name],
             workers=able[number],
         )
-        for number, (one, ratio) in enumerate(zip(registry.environments, ratios, strict=True))
+        for number, (contract, ratio) in enumerate(zip(registry.environments, ratios, strict=True))
     ]
 
 
@@ -78,7 +78,7 @@ def _refused(registry: WorkerRegistry, node: bytes) -> str:
 def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerRow]:
     """Make the rows of `peers` for a trainer, with leases, reputations and audits."""
     registry, newest = scheduler.registry, scheduler.version
-    leases = Counter(held.node for held in registry.book.held.values())
+    leases = Counter(grant.node for grant in registry.book.held.values())
     validators = registry.audits.records()
     rows = peer_rows(services)
     for row in rows:
@@ -91,7 +91,7 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
         known = registry.reputations.get(node) or Reputation()
         row.accepted, row.rejected = known.accepted, sum(known.rejected.values())
         row.top_reason, row.refused = known.top_reason(), _refused(registry, node)
-        row.trusts = trusts(known, [one.name for one in registry.environments])
+        row.trusts = trusts(known, [environment.name for environment in registry.environments])
         row.trust, row.suspicion = min(row.trusts.values(), default=0.5), round(known.suspicion, 3)
         row.audited = known.audited
         if (validator := validators.get(node)) is not None:

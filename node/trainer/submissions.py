@@ -184,32 +184,34 @@ class VerificationQueue:
     async def _judge_all(self, begun: "asyncio.Queue[PendingVerification]") -> None:
         """Judge the verified submissions in order of arrival."""
         while True:
-            one = await begun.get()
-            self._judge(one, await one.verifying)
+            pending = await begun.get()
+            self._judge(pending, await pending.verifying)
             await self._tell()
 
-    def _judge(self, one: PendingVerification, verified: Verified) -> None:
+    def _judge(self, pending: PendingVerification, verified: Verified) -> None:
         """Count the evidence of a submission, exactly once across restarts of the trainer."""
-        arrived = one.arrived
+        arrived = pending.arrived
         self.progress.verified_up_to = arrived.arrival
         del self.progress.used[arrived.arrival]
         measured = MeasuredRows()
         if arrived.arrival > self._counted_up_to:
-            self._remember(arrived.node, self._environment(one.lease), verified)
-            measured = self._bounds.judged(arrived.node, verified, one.submission.numerics)
-        if self.epoch.voids(one.submission, one.lease):  # the trainer lost the policy
-            outcome = LeaseOutcome(len(one.lease.tasks), blameless=True)
+            self._remember(arrived.node, self._environment(pending.lease), verified)
+            measured = self._bounds.judged(arrived.node, verified, pending.submission.numerics)
+        if self.epoch.voids(pending.submission, pending.lease):  # the trainer lost the policy
+            outcome = LeaseOutcome(len(pending.lease.tasks), blameless=True)
         else:
             outcome = self._registry.work.judge(
                 arrived.node,
-                one.submission,
-                one.lease,
+                pending.submission,
+                pending.lease,
                 verified,
-                uncalibrated_excused=self._bounds.excused(arrived.node, one.submission.numerics),
+                uncalibrated_excused=self._bounds.excused(
+                    arrived.node, pending.submission.numerics
+                ),
             )
-        self._scheduler.book.judge(one.lease, arrived.node, outcome, time.time())
+        self._scheduler.book.judge(pending.lease, arrived.node, outcome, time.time())
         self._note_rewards(arrived.node, verified)
-        self._deliver(arrived, one.before or self._keep(arrived, verified, measured))
+        self._deliver(arrived, pending.before or self._keep(arrived, verified, measured))
 
     def _environment(self, lease: Lease) -> str:
         """Return the name of the environment that a lease is of."""
@@ -246,9 +248,17 @@ class VerificationQueue:
         return audit_rate(reputation.of(environment), base, odd, reputation.recent_fault)
 
     async def _verify(
-        self, arrived: QueuedSubmission, submission: Submission, lease: Lease, told: bytes | None
+        self,
+        arrived: QueuedSubmission,
+        submission: Submission,
+        lease: Lease,
+        sealed_before: bytes | None,
     ) -> Verified:
-        before = None if told is None else unseal(told, Purpose.VERDICT, Verdict, now=0).body
+        before = (
+            None
+            if sealed_before is None
+            else unseal(sealed_before, Purpose.VERDICT, Verdict, now=0).body
+        )
         # Drawn now that the bundle is fixed, so that no worker knows which rollouts are audited.
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         arrival = ReceivedSubmission(
@@ -367,7 +377,7 @@ class SubmissionQueue(VerificationQueue):
         self, submission: Submission, lease: Lease, verified: Verified, used: Collection[int]
     ) -> None:
         """Queue the tasks whose groups were not used: no worker's failures take a task out of a run."""
-        reasons = {one.group: one.reason for one in verified.rejections}
+        reasons = {rejection.group: rejection.reason for rejection in verified.rejections}
         voided = self.epoch.voids(submission, lease)
         for number, task in enumerate(lease.tasks):
             if task.index not in used:
@@ -415,8 +425,8 @@ class SubmissionReceiver:
             return False
         if self._ledger.lease_done(offer.lease_id):
             raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {offer.lease_id} was answered")
-        held = self._book.held.get(offer.lease_id)
-        if held is None and offer.lease_id >> LEASES_PER_BOOT == self._boot:
+        grant = self._book.held.get(offer.lease_id)
+        if grant is None and offer.lease_id >> LEASES_PER_BOOT == self._boot:
             raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {offer.lease_id} is not out")
         limit = self._book.policy.max_bytes
 

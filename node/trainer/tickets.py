@@ -37,14 +37,14 @@ class SignedTicket:
 
     def shown(self) -> dict[str, object]:
         """Return the row of `primerl-node ticket --json`."""
-        one = self.ticket
+        ticket = self.ticket
         return {
             "ticket": self.text,
-            "id": one.id.hex(),
-            "label": one.label,
-            "issued": one.issued,
-            "expires": one.expires,
-            "uses": one.uses,
+            "id": ticket.id.hex(),
+            "label": ticket.label,
+            "issued": ticket.issued,
+            "expires": ticket.expires,
+            "uses": ticket.uses,
         }
 
 
@@ -117,18 +117,18 @@ class TicketIssuer:
 
         Nodes already admitted stay. Raises UsageError.
         """
-        known = [one for one in self.listed() if not one.revoked]
-        found = [one for one in known if one.label == name]
-        if not found and len(name) >= 4:
-            found = [one for one in known if one.id.hex().startswith(name.lower())]
-            if len(found) > 1:
-                raise UsageError(f"{len(found)} ids begin with {name}: give more of it")
-        if not found:
+        known = [ticket for ticket in self.listed() if not ticket.revoked]
+        matches = [ticket for ticket in known if ticket.label == name]
+        if not matches and len(name) >= 4:
+            matches = [ticket for ticket in known if ticket.id.hex().startswith(name.lower())]
+            if len(matches) > 1:
+                raise UsageError(f"{len(matches)} ids begin with {name}: give more of it")
+        if not matches:
             raise UsageError(f"no ticket {name!r} can be revoked: `ticket list` shows them")
-        for one in found:
-            self._services.ledger.revoke_ticket(one.id, int(self._clock()))
-            logger.info("ticket %s (%s) was revoked", one.id.hex(), one.label)
-        return found
+        for ticket in matches:
+            self._services.ledger.revoke_ticket(ticket.id, int(self._clock()))
+            logger.info("ticket %s (%s) was revoked", ticket.id.hex(), ticket.label)
+        return matches
 
     async def keep_fresh(self) -> None:
         """Renew the trainer's own ticket, in its file, long before it expires."""

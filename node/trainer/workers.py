@@ -187,8 +187,8 @@ class WorkerRegistry:
         self.work = WorkRecords()
         self._calibration = calibration
         self.bounds = BoundsBook(services, calibration, self.reputation, clock)
-        for one in services.ledger.admitted():
-            self._restore(one)
+        for row in services.ledger.admitted():
+            self._restore(row)
 
     def reputation(self, node: bytes) -> Reputation:
         """Return the evidence about a worker, to be added to."""
@@ -255,7 +255,7 @@ class WorkerRegistry:
         return known or self.named(node) or bool(self.services.ledger.ticket_of(node))
 
     def _retired(self, node: bytes) -> str:
-        """Return that and when a key was retired; "" if it was not."""
+        """Say that a key was retired, and when; "" if it was not."""
         retirement = self.retired.get(node)
         if retirement is None:
             return ""
@@ -362,16 +362,16 @@ class WorkerRegistry:
         ]
         staffed = self.staffed()
         unplayed = [
-            _unplayed(one, quarantined=self._barred(number))
-            for number, one in enumerate(self.environments)
+            _unplayed(environment, quarantined=self._barred(number))
+            for number, environment in enumerate(self.environments)
             if staffed and number not in staffed
         ]
-        names = [one.name for one in self.environments]
+        names = [environment.name for environment in self.environments]
         return [*failing, *unplayed, *self.work.warnings(names), *self._choices()]
 
     def _choices(self) -> list[str]:
         """Describe the workers that play only what the run has enough of, and those that hand leases back."""
-        staffed, now, said = self.staffed(), time.time(), list[str]()
+        staffed, now, lines = self.staffed(), time.time(), list[str]()
         waiting: Counter[frozenset[int]] = Counter(
             worker.playable
             for worker in self.workers.values()
@@ -381,18 +381,18 @@ class WorkerRegistry:
         )
         for playable, count in waiting.items():
             names = ", ".join(repr(self.environments[number].name) for number in sorted(playable))
-            said.append(
+            lines.append(
                 f"{count} worker(s) play {names} alone, of which the run has a batch more than its ratio: they "
                 "wait for the other environments; ask their owners to allow these, or change the ratio"
             )
         for node, record in self.book.nodes.items():
             returned, leases = record.returned_leases, record.returned_leases + record.kept_leases
             if returned >= MIN_RETURNED and returned > MAX_RETURNED_SHARE * leases:
-                said.append(
+                lines.append(
                     f"worker {short(node)} handed back {returned} of {leases} leases after it had seen them, "
                     "and rests for each: its owner may look why (a lost engine, restarts), or you ban it"
                 )
-        return said
+        return lines
 
     def _barred(self, environment: int) -> bool:
         """Return whether a worker that is here is quarantined in an environment that it can play."""
@@ -446,7 +446,7 @@ class WorkerRegistry:
         account = self.services.ledger.ticket(ticket)
         label = f" ({account.label})" if account is not None and account.label else ""
         return (
-            f"{lost} leases of newcomers with ticket {name}{label} did not come back, or with nothing: if it "
+            f"{lost} leases of newcomers with ticket {name}{label} did not come back or brought nothing: if it "
             f"leaked, `primerl-node ticket revoke {name}` and give out another"
         )
 
@@ -460,17 +460,17 @@ class WorkerRegistry:
             logger.warning("%s", warning)
 
     def sweep(self) -> None:
-        """Drop what rows of workers that are gone hold, once in SWEEP_S.
+        """Drop the data of workers that are gone, once in SWEEP_S.
 
-        Verdicts that nobody fetched are in the ledger. A row goes only where it remembers nothing: who leaves
-        and comes back finds the same place as before. What tickets and networks had is not kept in rows.
+        Unfetched verdicts are in the ledger. A row is removed only if it remembers nothing: a worker that comes
+        back finds the same place as before. The use of tickets and networks is not stored in rows.
         """
         now = self.clock()
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
         self.sessions.sweep()
-        holders = {held.node for held in self.book.held.values()}
+        holders = {grant.node for grant in self.book.held.values()}
         rows = len(self.workers)
         for node, worker in list(self.workers.items()):
             if now - worker.heard < AWAY_S or node in self.pending:
@@ -548,8 +548,8 @@ class WorkerRegistry:
         if known is None:
             return ""
         worker, barred = self.workers.get(node), self.quarantined(node)
-        asked = worker.playable if worker and worker.playable else range(len(self.environments))
-        if not known.refused and barred and barred.issuperset(asked):
+        wanted = worker.playable if worker and worker.playable else range(len(self.environments))
+        if not known.refused and barred and barred.issuperset(wanted):
             names = [self.environments[number].name for number in barred]
             return f"too much was rejected: {known.top_reason(names)}"
         return known.refused
@@ -560,8 +560,8 @@ class WorkerRegistry:
         Raises UsageError.
         """
         node = self._find(name)
-        said = printable(why, MAX_REASON)
-        reason = f"by the operator ({said})" if said else "by the operator"
+        text = printable(why, MAX_REASON)
+        reason = f"by the operator ({text})" if text else "by the operator"
         self.reputation(node).ban(reason)
         self.audits.ban(node, reason)
         return self._changed_by_hand(node)
@@ -581,21 +581,21 @@ class WorkerRegistry:
     def _find(self, name: str) -> bytes:
         """Return the id of the only worker whose id begins with `name`. Raises UsageError."""
         begun = name.strip().lower()
-        found = [
-            one
-            for one in self.workers.keys() | self.reputations.keys() | self.audits.records().keys()
-            if one.hex().startswith(begun)
+        matches = [
+            node
+            for node in self.workers.keys() | self.reputations.keys() | self.audits.records().keys()
+            if node.hex().startswith(begun)
         ]
-        if len(begun) < MIN_PREFIX or not found:
+        if len(begun) < MIN_PREFIX or not matches:
             raise UsageError(
                 f"no worker has an id that begins with {name!r}: give at least {MIN_PREFIX} digits of one that "
                 "`primerl-node peers` shows"
             )
-        if len(found) > 1:
+        if len(matches) > 1:
             raise UsageError(
-                f"{len(found)} workers have ids that begin with {name!r}: give more digits"
+                f"{len(matches)} workers have ids that begin with {name!r}: give more digits"
             )
-        return found[0]
+        return matches[0]
 
     def _changed_by_hand(self, node: bytes) -> bytes:
         known = self.reputation(node)
@@ -609,7 +609,7 @@ class WorkerRegistry:
         known = self.reputations.get(node)
         if known is None:
             return frozenset()
-        names = enumerate(one.name for one in self.environments)
+        names = enumerate(environment.name for environment in self.environments)
         return frozenset(number for number, name in names if known.of(name).quarantined)
 
     def leasable(self, node: bytes) -> frozenset[int]:
@@ -629,11 +629,11 @@ class WorkerRegistry:
         """Return by environment what a worker's accepted work allows it to hold."""
         known, shares = self.reputation(node), self.book.policy.environments
         named = zip(self.environments, shares, strict=True) if self.environments else ()
-        found: dict[int, Standing] = {}
-        for number, (one, share) in enumerate(named):
-            trust = known.of(one.name)
-            found[number] = Standing(trust.low, trust.accepted / share.group_size)
-        return found
+        standings: dict[int, Standing] = {}
+        for number, (environment, share) in enumerate(named):
+            trust = known.of(environment.name)
+            standings[number] = Standing(trust.low, trust.accepted / share.group_size)
+        return standings
 
     def _tier(self, peer: bytes) -> Tier:
         """Rank a node for keeping its connections when there are too many."""
@@ -673,7 +673,7 @@ class WorkerRegistry:
         """If there are too many workers, forget the newcomer without leases that was silent longest."""
         if len(self.workers) < MAX_WORKERS:
             return
-        holders = {held.node for held in self.book.held.values()}
+        holders = {grant.node for grant in self.book.held.values()}
         idle = [
             (worker.heard, node)
             for node, worker in self.workers.items()
@@ -700,12 +700,12 @@ class WorkerRegistry:
         now = self.clock()
         if now - self._sources_at >= SOURCES_S:
             self._sources, self._sources_at = self._find_sources(now), now
-        proven = sum(one.proven for one in self._sources)
+        proven = sum(holder.proven for holder in self._sources)
         outnumbered = self.proven(peer) and len(self._sources) > 2 * proven
-        sources = [one for one in self._sources if one.proven or not outnumbered]
+        sources = [holder for holder in self._sources if holder.proven or not outnumbered]
         me = self.workers[peer].rank
-        before = [one.record for one in reversed(sources) if one.rank < me]
-        after = [one.record for one in sources if one.rank > me]
+        before = [holder.record for holder in reversed(sources) if holder.rank < me]
+        after = [holder.record for holder in sources if holder.rank > me]
         # The last to be admitted has nobody after it: it needs as many to choose from as the others.
         return (
             _near_and_far(before, peer, 2 * MAX_UPSTREAMS - min(len(after), MAX_UPSTREAMS)),
@@ -714,20 +714,20 @@ class WorkerRegistry:
 
     def _find_sources(self, now: float) -> list[ChunkHolder]:
         """Return the workers that others can fetch from, by rank; only some of the newcomers."""
-        found: list[ChunkHolder] = []
+        holders: list[ChunkHolder] = []
         for node, worker in self.workers.items():
             if now - worker.asked >= ALIVE_S or worker.stats.version < 0 or self.refusal(node):
                 continue
             row = self.services.peers.get(node)
             if row.record is not None and row.record.share_address:
                 proven = self._tier(node) == Tier.MEMBER
-                found.append(ChunkHolder(worker.rank, proven, row.sealed))
-        newcomers = sum(not one.proven for one in found)
+                holders.append(ChunkHolder(worker.rank, proven, row.sealed))
+        newcomers = sum(not holder.proven for holder in holders)
         if newcomers > MAX_NEWCOMER_SOURCES:
-            kept = set(random.sample(range(newcomers), MAX_NEWCOMER_SOURCES))
+            chosen = set(random.sample(range(newcomers), MAX_NEWCOMER_SOURCES))
             numbers = itertools.count()
-            found = [one for one in found if one.proven or next(numbers) in kept]
-        return sorted(found, key=lambda one: one.rank)
+            holders = [holder for holder in holders if holder.proven or next(numbers) in chosen]
+        return sorted(holders, key=lambda holder: holder.rank)
 
 
 def _unplayed(environment: EnvironmentContract, *, quarantined: bool) -> str:
@@ -754,7 +754,7 @@ def _near_and_far(records: Sequence[bytes], peer: bytes, most: int) -> tuple[byt
 
 
 def trim_heap() -> None:
-    """Give memory that was freed back to the system: most of what the transport held of keys that left.
+    """Return freed memory to the system: mostly the transport's, of keys that left.
 
     The C library keeps it otherwise; one without malloc_trim (macOS, musl) always does. It takes milliseconds.
     """

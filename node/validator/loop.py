@@ -75,10 +75,7 @@ MAX_FAILURES = 3
 
 
 class StateCache:
-    """Cache of the last `keep` policies, which WeightSync loads as into an Engine.
-
-    It generates nothing.
-    """
+    """Cache of the last `keep` policies; WeightSync loads it like an Engine, but it generates nothing."""
 
     def __init__(self, keep: int) -> None:
         self._states = StateHistory(keep)
@@ -284,9 +281,7 @@ class ValidatorRole:
             report = _failed(job, f"{error}")
         await self._report(report)
         if self._failures >= MAX_FAILURES:
-            raise EngineError(
-                "the auditor fails at everything: see the log, and start this node again"
-            )
+            raise EngineError("every audit fails: see the log, then start this node again")
         if not report.failed:
             self.audits += 1
             self.rollouts += len(job.chosen)

@@ -173,7 +173,7 @@ class AuditServer:
             raise EngineError("nothing was set up: send the setup first")
         if lost := set(numbers.values()) - self._states.keys():
             raise EngineError(f"state {min(lost)} was never held: hand it over first")
-        yield self._measurer, {version: self._states[one] for version, one in numbers.items()}
+        yield self._measurer, {version: self._states[number] for version, number in numbers.items()}
         self._measurer.free_spare_memory()
 
 

@@ -1,6 +1,6 @@
 """Audits: the interface Auditor, the items that it takes, and the measures of each item.
 
-An auditor recomputes branches under the policies that they claim. It measures and does not judge (judge.py).
+An auditor recomputes branches under the policies that they claim. It measures; judgement.py judges.
 Its input is hostile but has passed the cheap checks. HfAuditor (hf_auditor.py) implements it by one batched
 prefill in a process that can be killed; AuditService runs audits here or on validators
 (node/trainer/audits.py). Suite: tests/conformance/test_auditor.py.
@@ -124,7 +124,7 @@ class Reading(msgspec.Struct, frozen=True, tag="reading"):
 
 
 class Unreadable(msgspec.Struct, frozen=True, tag="unreadable"):
-    """A branch whose proof is malformed, or on which alone the audit failed."""
+    """A branch with a malformed proof, or one whose audit failed by itself."""
 
     detail: str
     proof: bool
@@ -178,7 +178,7 @@ class Auditor(Protocol):
     async def audit(
         self, items: Sequence[AuditItem], states: Mapping[int, State]
     ) -> list[Measured | Unreadable]:
-        """Measure every item, in order; `states` holds every version that one wants.
+        """Measure every item, in order; `states` holds every version that an item wants.
 
         Raises EngineError when it cannot audit at all.
         """
@@ -198,16 +198,16 @@ def other_versions(claimed: Set[int], others: Mapping[int, Sequence[int]]) -> li
     `others`: claimed version -> versions that a worker may have used instead. A branch of one version is not
     compared with itself.
     """
-    found = set[int]().union(*(others.get(version, ()) for version in claimed))
-    return sorted(found if len(claimed) > 1 else found - claimed)
+    candidates = set[int]().union(*(others.get(version, ()) for version in claimed))
+    return sorted(candidates if len(claimed) > 1 else candidates - claimed)
 
 
 COMPARISONS = 16
 """Latest comparisons with another version that are remembered."""
 TELLING_NATS = 3.0
-"""Mean evidence of these below which versions are alike: less makes no rollout suspect."""
+"""Versions are alike if the mean evidence of these is below this: less makes no rollout suspect."""
 SELDOM = 8
-"""One audit of this many compares versions that are alike."""
+"""Of this many audits one compares versions that are alike."""
 
 
 class VersionComparisons:
@@ -230,7 +230,7 @@ class VersionComparisons:
         return not alike or self._audits % SELDOM == 0
 
     def note(self, other_policy: float) -> None:
-        """Count the evidence of a rollout, nats; 0 of one that was not compared."""
+        """Count the evidence of a rollout, nats; 0 if it was not compared."""
         if other_policy:
             self._seen.append(abs(other_policy))
 
@@ -243,10 +243,10 @@ async def check_model_routes(model_dir: Path, run: RunManifest) -> None:
         await asyncio.to_thread(check_route_shape, model_dir, run.routes)
 
 
-def check_versions(items: Sequence[AuditItem], held: Mapping[int, object]) -> None:
+def check_versions(items: Sequence[AuditItem], states: Mapping[int, object]) -> None:
     """Raise EngineError unless every version that `items` want is held."""
     needed = {version for item in items for version in item.wanted}
-    if missing := needed - held.keys():
+    if missing := needed - states.keys():
         raise EngineError(f"the state of policy {min(missing)} is missing: hand it to audit(), too")
 
 
@@ -257,16 +257,20 @@ class SameState:
     """
 
     def __init__(self, state: State) -> None:
-        held = isinstance(state, HeldState)  # its tensors are not built for this
-        self._version = weakref.ref(state) if held else None
-        self._tensors = {} if held else {name: weakref.ref(one) for name, one in state.items()}
+        in_history = isinstance(state, HeldState)  # its tensors are not built for this
+        self._version = weakref.ref(state) if in_history else None
+        self._tensors = (
+            {} if in_history else {name: weakref.ref(tensor) for name, tensor in state.items()}
+        )
 
     def matches(self, state: State) -> bool:
         """Return whether `state` is that version, or holds exactly these objects, all still alive."""
         if self._version is not None or isinstance(state, HeldState):
             return self._version is not None and self._version() is state
-        seen = self._tensors
-        return seen.keys() == state.keys() and all(seen[name]() is state[name] for name in state)
+        tensors = self._tensors
+        return tensors.keys() == state.keys() and all(
+            tensors[name]() is state[name] for name in state
+        )
 
 
 # -- from a rollout to items, and from measurements to evidence ------------------------------------
@@ -294,7 +298,7 @@ def plan_of(
 
 
 def plain_turns(branches: Sequence[Branch]) -> Sequence[Sequence[int]] | None:
-    """Number the turns of a rollout of one branch; None if several: only the environment can."""
+    """Number the turns of a rollout of one branch; None if it has more: only the environment can."""
     if len(branches) != 1:
         return None
     return [range(len(sampled_runs(branches[0].sampled)))]
@@ -352,20 +356,20 @@ def versions(branch: Branch) -> list[int]:
     """List the policy version of each sampled token."""
     spans = branch.spans or ((0, branch.policy_first),)
     ends = [start for start, _ in spans[1:]] + [sum(branch.sampled)]
-    found: list[int] = []
+    claimed: list[int] = []
     for (_, version), end in zip(spans, ends, strict=True):
-        found += [version] * (end - len(found))
-    return found
+        claimed += [version] * (end - len(claimed))
+    return claimed
 
 
 def evidence(rollout: CheckedRollout, measured: Iterable[Measured]) -> Evidence:
     """Return the worst value of each measure over a rollout's branches, and the mean of the signed ones."""
-    found = list(measured)
-    tokens = sum(one.tokens for one in found)
+    branches = list(measured)
+    tokens = sum(branch.tokens for branch in branches)
     means: tuple[float, ...] = ()
-    if all(one.means for one in found):
-        columns = zip(*(one.means for one in found), strict=True)
-        weights = [one.tokens / tokens for one in found]
+    if all(branch.means for branch in branches):
+        columns = zip(*(branch.means for branch in branches), strict=True)
+        weights = [branch.tokens / tokens for branch in branches]
         means = tuple(
             sum(w * value for w, value in zip(weights, column, strict=True)) for column in columns
         )
@@ -373,17 +377,17 @@ def evidence(rollout: CheckedRollout, measured: Iterable[Measured]) -> Evidence:
         rollout.group,
         rollout.index,
         tokens,
-        *(max((getattr(one, name) for one in found), key=_nan_last) for name in MEASURES),
+        *(max((getattr(branch, name) for branch in branches), key=_nan_last) for name in MEASURES),
         means=means,
     )
 
 
 def boundary_distances(measured: Iterable[Measured]) -> tuple[float, ...]:
     """Return the worst distance at each boundary over a rollout's branches; () if some have none."""
-    found = [one.boundaries for one in measured]
-    if not all(found) or len({len(one) for one in found}) != 1:
+    rows = [branch.boundaries for branch in measured]
+    if not all(rows) or len({len(row) for row in rows}) != 1:
         return ()
-    return tuple(max(column, key=_nan_last) for column in zip(*found, strict=True))
+    return tuple(max(column, key=_nan_last) for column in zip(*rows, strict=True))
 
 
 def _nan_last(value: float) -> float:

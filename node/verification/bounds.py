@@ -1,6 +1,6 @@
 """Bounds of a run: built in, or derived from honest rollouts.
 
-Everything that turns measurements into bounds is in this file; judge.py applies them. A rejecting bound is
+Everything that turns measurements into bounds is in this file; judgement.py applies them. A rejecting bound is
 never below a measurement of an honest rollout, and every error rate is stated with the number of rollouts
 behind it. No engine, no clock.
 """
@@ -102,11 +102,11 @@ def proof_contract(config: RunConfig) -> ProofContract:
     reject, suspect = BUILT_IN[dtype]
     source = f"built in for {dtype}"
     measured = measures_bounds(config)
-    truncates = any(config.sampling_of(one).truncates for one in config.mixture)
+    truncates = any(config.sampling_of(environment).truncates for environment in config.mixture)
     if truncates and not measured and dtype == "bfloat16":
         raise UsageError(
-            "verification.bounds = built-in are of draws from all tokens, and with top_p or top_k honest ones "
-            "are above them: leave it out"
+            "verification.bounds = built-in is for draws from all tokens, and honest work with top_p or top_k "
+            "exceeds these bounds: leave the key out"
         )
     if measured:
         reject = suspect = PROVISIONAL
@@ -202,15 +202,15 @@ def other_scale(nats: Values) -> float:
         return 0.0
 
     def holds(scale: float) -> bool:
-        found = np.exp(np.clip(nats * scale, -CLIP_NATS, CLIP_NATS))
-        return float(found.mean() + 1.64 * found.std() / math.sqrt(len(found))) <= 1.0
+        ratios = np.exp(np.clip(nats * scale, -CLIP_NATS, CLIP_NATS))
+        return float(ratios.mean() + 1.64 * ratios.std() / math.sqrt(len(ratios))) <= 1.0
 
     return next((step / 64 for step in range(64, 0, -1) if holds(step / 64)), 0.0)
 
 
 def column(honest: Sequence[Evidence], name: str) -> Values:
     """Collect one measure of all rollouts [N]. Raises UsageError if one value is not finite."""
-    values = np.array([getattr(one, name) for one in honest], np.float64)
+    values = np.array([getattr(evidence, name) for evidence in honest], np.float64)
     if not np.isfinite(values).all():
         raise UsageError(
             f"an honest rollout measured {name} = {values[~np.isfinite(values)][0]}: "
@@ -279,9 +279,9 @@ def false_positives(honest: Sequence[Evidence], contract: ProofContract) -> Fals
         if len(other) < FEWEST:
             continue
         bound = bands(other).contract(contract)
-        found = [judge(one, bound) for one in mine]
-        rejected += sum(one.reason is not None for one in found)
-        suspected += sum(one.suspect for one in found)
+        judgements = [judge(evidence, bound) for evidence in mine]
+        rejected += sum(judgement.reason is not None for judgement in judgements)
+        suspected += sum(judgement.suspect for judgement in judgements)
     trials = len(honest) if len(honest) >= 2 * FEWEST else 0
     return FalsePositives(
         trials, rejected, suspected, upper_bound(rejected, trials), upper_bound(suspected, trials)
@@ -303,8 +303,8 @@ def ratio_tail(values: Values, beyond: float) -> float:
 
 def _reject(name: str, values: Values) -> float:
     rare = float(np.quantile(values, 0.999, method="higher"))
-    seen = SEEN_MAX if name.endswith("_max") else SEEN
-    return max(SAFETY * rare, _tail(name, values, BEYOND), seen * float(values.max()))
+    factor = SEEN_MAX if name.endswith("_max") else SEEN
+    return max(SAFETY * rare, _tail(name, values, BEYOND), factor * float(values.max()))
 
 
 def _tail(name: str, values: Values, beyond: float) -> float:
@@ -322,13 +322,13 @@ def _suspect(columns: Mapping[str, Values]) -> dict[str, float]:
     count = len(next(iter(columns.values())))
     beyond = surely_below(count, SUSPECT)
     level = _joint_rank(list(columns.values()), max(beyond, 0))
-    found = {name: float(np.sort(values)[level]) for name, values in columns.items()}
+    bounds = {name: float(np.sort(values)[level]) for name, values in columns.items()}
     if beyond < 0:
         rare = SUSPECT / len(columns)
-        found = {
-            name: max(value, _tail(name, columns[name], rare)) for name, value in found.items()
+        bounds = {
+            name: max(value, _tail(name, columns[name], rare)) for name, value in bounds.items()
         }
-    return found
+    return bounds
 
 
 def _joint_rank(columns: Sequence[Values], beyond: int) -> int:

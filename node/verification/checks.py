@@ -99,21 +99,21 @@ def _attach(submission: Submission, plan: PipelinePlan, checked: CheckedSubmissi
     Only sizes are checked: other stages wrote the bytes, so only an audit can tell whether they are
     fingerprints.
     """
-    of = {(one.group, one.rollout, one.branch): one.boundaries for one in submission.crossed}
+    of = {(row.group, row.rollout, row.branch): row.boundaries for row in submission.crossed}
     if len(of) != len(submission.crossed):
         raise RemoteProtocolError(Reason.MALFORMED, "boundaries of one branch twice")
     for rollout in checked.rollouts:
-        found = [
+        boundaries = [
             of.get((rollout.group, rollout.index, number), ())
             for number in range(len(rollout.branches))
         ]
-        if not all(found):
+        if not all(boundaries):
             continue
-        for branch, parts in zip(rollout.branches, found, strict=True):
+        for branch, parts in zip(rollout.branches, boundaries, strict=True):
             sizes = {len(part) for part in parts}
             if len(parts) != len(plan.stages) - 1 or sizes != {TOKEN_BYTES * sum(branch.sampled)}:
                 raise RemoteProtocolError(Reason.MALFORMED, "boundaries of another size")
-        rollout.crossed = found
+        rollout.crossed = boundaries
 
 
 def _check_group(
@@ -167,14 +167,14 @@ def late_samples(samples: Mapping[int, Sequence[Branch]]) -> dict[int, str]:
         furthest, furthest_index = 0, 0
         for index in sorted(replies.keys() - late.keys(), reverse=True):
             length, spans = replies[index]
-            drawn = min((start for start, drew in spans if drew >= version), default=length)
-            if drawn < length and furthest > (drawn + ORDER_SLACK if drawn else 0):
+            tokens = min((start for start, drew in spans if drew >= version), default=length)
+            if tokens < length and furthest > (tokens + ORDER_SLACK if tokens else 0):
                 late[index] = (
-                    f"had drawn {drawn} tokens when policy {version} came, "
+                    f"had drawn {tokens} tokens when policy {version} came, "
                     f"the later sample {furthest_index} {furthest}"
                 )
-            elif drawn > furthest:
-                furthest, furthest_index = drawn, index
+            elif tokens > furthest:
+                furthest, furthest_index = tokens, index
     return late
 
 
@@ -343,8 +343,8 @@ def _check_support(
         return
     if not sampling.truncates:
         raise Rejected(Reason.MALFORMED, "supports of tokens that are drawn from all")
-    drawn = list(compress(branch.token_ids, branch.sampled))
-    if fault := support_fault(branch.support, drawn, vocabulary, sampling.top_k, sampling.top_p):
+    tokens = list(compress(branch.token_ids, branch.sampled))
+    if fault := support_fault(branch.support, tokens, vocabulary, sampling.top_k, sampling.top_p):
         raise Rejected(Reason.MALFORMED, fault)
 
 

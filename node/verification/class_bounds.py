@@ -40,12 +40,12 @@ def make_bounds(
     term: int,
 ) -> ClassBounds:
     """Derive a class's bounds from at least ENOUGH rollouts; no wider than provisional ones."""
-    found = bands([one.evidence for one in references])
+    measured = bands([reference.evidence for reference in references])
     factor = widening(len(references))
-    reject = {name: factor * getattr(found.reject, name) for name in MEASURES}
+    reject = {name: factor * getattr(measured.reject, name) for name in MEASURES}
     # common rounding of auditor and worker scatters it without limit: the sequential test weighs it instead
     reject["other_policy"] = PROVISIONAL.other_policy
-    bounds = Bands(Thresholds(**reject), found.suspect, found.other_scale)
+    bounds = Bands(Thresholds(**reject), measured.suspect, measured.other_scale)
     return bounds_made_of(references, bounds, numerics, contract, number=number, term=term)
 
 
@@ -64,9 +64,9 @@ def bounds_made_of(
     term: int,
 ) -> ClassBounds:
     """Return `bounds`, no wider than provisional ones, with what they were made of."""
-    honest = [one.evidence for one in references]
+    honest = [reference.evidence for reference in references]
     errors = false_positives(honest, contract)
-    versions = [one.version for one in references]
+    versions = [reference.version for reference in references]
     return ClassBounds(
         numerics=numerics,
         number=number,
@@ -74,7 +74,7 @@ def bounds_made_of(
         suspect=_narrower(bounds.suspect),
         other_scale=bounds.other_scale,
         rollouts=len(honest),
-        tokens=sum(one.tokens for one in honest),
+        tokens=sum(evidence.tokens for evidence in honest),
         term=term,
         first_version=min(versions),
         last_version=max(versions),
@@ -83,5 +83,7 @@ def bounds_made_of(
     )
 
 
-def _narrower(found: Thresholds) -> Thresholds:
-    return Thresholds(*(min(getattr(found, name), getattr(PROVISIONAL, name)) for name in MEASURES))
+def _narrower(bounds: Thresholds) -> Thresholds:
+    return Thresholds(
+        *(min(getattr(bounds, name), getattr(PROVISIONAL, name)) for name in MEASURES)
+    )

@@ -163,7 +163,7 @@ class _Earlier:
         self.tokens += int(counts.sum())
 
     def source(self, windows: "_Index") -> Owner:
-        """Return the owner that gave most of them; of several, the one that came first."""
+        """Return the owner of most of them; of several, the one that came first."""
         return windows.first_of_most(np.concatenate(self._rows), np.concatenate(self._counts))
 
 
@@ -179,8 +179,10 @@ class WindowHashes:
         self._secret = secret
         doublings = SIZES[-1].bit_length() - 1
         count = doublings * 2 * 3 * 8 // 32 + 1
-        drawn = b"".join(derive("windows of texts", secret, bytes([at])) for at in range(count))
-        numbers = np.frombuffer(drawn, np.uint64, doublings * 2 * 3)
+        random_bytes = b"".join(
+            derive("windows of texts", secret, bytes([at])) for at in range(count)
+        )
+        numbers = np.frombuffer(random_bytes, np.uint64, doublings * 2 * 3)
         self._keys = numbers.reshape(doublings, 3, 2, 1)
 
     def sliding(self, tokens: NDArray[np.uint32]) -> Iterator[tuple[int, Keys]]:
@@ -279,18 +281,18 @@ class _Index:
         at = self._heads.take(self._buckets(keys))
         places = np.flatnonzero(at > 0)
         rows, wanted = at[places] - 1, keys[places]
-        found: list[tuple[Counts, Rows]] = []
+        matches: list[tuple[Counts, Rows]] = []
         while len(places):
             same = self._keys.take(rows) == wanted
-            found.append((places[same], rows[same]))
+            matches.append((places[same], rows[same]))
             at = self._next.take(rows)
             more = np.flatnonzero(~same & (at > 0))
             places, rows, wanted = places[more], at[more] - 1, wanted[more]
-        if not found:
+        if not matches:
             return np.zeros(0, np.int64), np.zeros(0, np.int32)
-        places = np.concatenate([each for each, _ in found])
+        places = np.concatenate([each for each, _ in matches])
         order = np.argsort(places)
-        return places[order], np.concatenate([each for _, each in found])[order]
+        return places[order], np.concatenate([each for _, each in matches])[order]
 
     def is_before(self, rows: Rows, owner: Owner) -> Flags:
         """Return which rows have owners that came before `owner`."""
@@ -357,7 +359,7 @@ class _Index:
         return (keys & self._mask).view(np.int64)
 
     def _free(self, count: int) -> Rows:
-        """Return `count` rows that are not in use: dropped ones, where all are."""
+        """Return `count` rows that are not in use; drop rows if all are."""
         unused = np.arange(self._used, min(self._used + count, self._max_rows), dtype=np.int32)
         self._used += len(unused)
         oldest: list[Rows] = []
@@ -392,7 +394,7 @@ class _Index:
         self._heads[buckets[first]] = rows[first] + 1
 
     def _unlink(self, rows: Rows) -> None:
-        """Take rows out of their chains, of each bucket one at a time."""
+        """Remove rows from their chains, one row of each bucket at a time."""
         while len(rows):
             buckets, first = np.unique(self._buckets(self._keys[rows]), return_index=True)
             these = rows[first]

@@ -97,19 +97,25 @@ class NoiseEnvelope:
     ) -> list[Measured | Unreadable]:
         """Return how far the auditor is from a reading of each item, in order.
 
-        `states` holds every version that one wants. Raises EngineError.
+        `states` holds every version that an item wants. Raises EngineError.
         """
         items = [first_version(item) for item in items]
         readings = await self._reader.read(items, states)
         claims = [
             replace(
-                item, drawn=one.drawn, logprobs=one.logprobs, proof=one.proof, support=one.support
+                item,
+                drawn=reading.drawn,
+                logprobs=reading.logprobs,
+                proof=reading.proof,
+                support=reading.support,
             )
-            for item, one in zip(items, readings, strict=True)
-            if isinstance(one, Reading)
+            for item, reading in zip(items, readings, strict=True)
+            if isinstance(reading, Reading)
         ]
         measured = iter(await self._auditor.audit(claims, states) if claims else [])
-        return [one if isinstance(one, Unreadable) else next(measured) for one in readings]
+        return [
+            reading if isinstance(reading, Unreadable) else next(measured) for reading in readings
+        ]
 
     async def rest(self) -> None:
         """Free the reader's memory until the next reading."""
@@ -144,14 +150,14 @@ def envelope_bounds(
     readings: Sequence[Reference], contract: ProofContract, *, number: int = 1, term: int = 0
 ) -> ClassBounds:
     """Make the bounds of honest strangers from at least FIRST readings, no wider than provisional ones."""
-    seen = [one.evidence for one in readings]
-    found = bands(seen)
-    rejects = widening(len(seen))
+    measured = [reading.evidence for reading in readings]
+    band = bands(measured)
+    rejects = widening(len(measured))
     apart = {name: PAIR**2 if name in SQUARED else PAIR for name in MEASURES}
-    reject = {name: rejects * apart[name] * getattr(found.reject, name) for name in MEASURES}
-    suspect = {name: apart[name] * getattr(found.suspect, name) for name in MEASURES}
+    reject = {name: rejects * apart[name] * getattr(band.reject, name) for name in MEASURES}
+    suspect = {name: apart[name] * getattr(band.suspect, name) for name in MEASURES}
     # those of the first version are compared with none
-    compared = [one for one in seen if one.other_policy]
+    compared = [evidence for evidence in measured if evidence.other_policy]
     suspect["other_policy"] = reject["other_policy"] = PROVISIONAL.other_policy
     if len(compared) >= FIRST:
         suspect["other_policy"] = LONGER * bands(compared).suspect.other_policy
@@ -159,16 +165,21 @@ def envelope_bounds(
         reject[name] = suspect[name] = getattr(PROVISIONAL, name)
     # strangers scatter otherwise than readings: the test for another policy counts suspects alone
     bounds = Bands(Thresholds(**reject), Thresholds(**suspect), 0.0)
-    made = bounds_made_of(readings, bounds, ENVELOPE, contract, number=number, term=term)
-    return structs.replace(made, means=mean_bounds(seen))
+    bounds_of_readings = bounds_made_of(
+        readings, bounds, ENVELOPE, contract, number=number, term=term
+    )
+    return structs.replace(bounds_of_readings, means=mean_bounds(measured))
 
 
-def mean_bounds(seen: Sequence[Evidence]) -> MeanBounds | None:
+def mean_bounds(measured: Sequence[Evidence]) -> MeanBounds | None:
     """Make the bounds of a worker's means from those of the readings; None for fewer than WINDOWS windows.
 
     They are of windows, not of single readings: what the auditor's kernels leave in a mean, others may, too.
     """
-    rows = np.array([(*one.means, one.fingerprint) for one in seen if one.means], np.float64)
+    rows = np.array(
+        [(*evidence.means, evidence.fingerprint) for evidence in measured if evidence.means],
+        np.float64,
+    )
     count = len(rows) // WINDOW
     if count < WINDOWS:
         return None

@@ -106,11 +106,11 @@ class HeldStates:
         Raises the errors of AuditChild.ask(), and EngineError if a state cannot be handed over.
         """
         for version, state in states.items():
-            held = self._held.pop(version, None)
-            if held is not None and not held[1].matches(state):
-                self._evict.append(held[0])
-                held = None
-            self._held[version] = held or await self._hand_over(state, states, timeout_s)
+            entry = self._held.pop(version, None)
+            if entry is not None and not entry[1].matches(state):
+                self._evict.append(entry[0])
+                entry = None
+            self._held[version] = entry or await self._hand_over(state, states, timeout_s)
         return {version: self._held[version][0] for version in states}
 
     async def _hand_over(
@@ -242,9 +242,9 @@ class HfAuditor:
     ) -> AuditProcessReply:
         """Ask the process about items; kill it if it fails or the caller is cancelled."""
         needed = sorted({version for item in items for version in item.wanted})
-        child, held = await self._process()
+        child, process_states = await self._process()
         try:
-            numbers = await held.provide({v: states[v] for v in needed}, self._timeout_s)
+            numbers = await process_states.provide({v: states[v] for v in needed}, self._timeout_s)
             return await child.ask(request(list(items), numbers), self._timeout_s)
         except EngineError:
             raise  # the process works, and reports that this can never be done

@@ -43,8 +43,8 @@ def judge(evidence: Evidence, contract: ProofContract) -> Judgement:
     suspect = first_above(evidence, contract.suspect) != ""
     if not fault:
         return Judgement(None, "", suspect)
-    found, bound = getattr(evidence, fault), getattr(contract.reject, fault)
-    detail = f"{fault} is {found:.4g} over {evidence.tokens} tokens, at most {bound:.4g} is allowed"
+    value, bound = getattr(evidence, fault), getattr(contract.reject, fault)
+    detail = f"{fault} is {value:.4g} over {evidence.tokens} tokens, at most {bound:.4g} is allowed"
     return Judgement(REASONS[fault], detail, True)
 
 
@@ -112,18 +112,18 @@ def blame(
     )
 
 
-def name_stages(one: StageAttribution, nodes: Sequence[bytes]) -> str:
+def name_stages(attribution: StageAttribution, nodes: Sequence[bytes]) -> str:
     """Name the stages for a rejection's detail; `nodes` are those of all stages."""
     last = len(nodes) - 1
-    named = [f"{stage} of 0..{last} ({nodes[stage].hex()[:8]})" for stage in one.stages]
+    named = [f"{stage} of 0..{last} ({nodes[stage].hex()[:8]})" for stage in attribution.stages]
     return f"stage {' or '.join(named)}" if named else ""
 
 
 def _rejected(reason: Reason, outputs: Sequence[float], contract: ProofContract) -> tuple[int, ...]:
     if reason is Reason.WRONG_POLICY:
         return tuple(range(len(outputs)))  # any of them can have stayed on another version
-    found = _first_off(outputs, contract.reject.fingerprint, contract.suspect.fingerprint)
-    return found or _drawing(outputs)
+    stages = _first_off(outputs, contract.reject.fingerprint, contract.suspect.fingerprint)
+    return stages or _drawing(outputs)
 
 
 def _suspect(evidence: Evidence, outputs: Sequence[float], bounds: Thresholds) -> tuple[int, ...]:

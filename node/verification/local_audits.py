@@ -54,9 +54,9 @@ PORTION_TIME_SHARE = 4
 
 
 class LocalAudits:
-    """An AuditService with this node's auditor, and an Auditor that makes the waiting audits of it together.
+    """An AuditService with this node's auditor; as an Auditor it makes the waiting audits together.
 
-    After a fault each is made alone: texts of call worker must not harm those of another.
+    After a fault each is made alone: texts of one worker must not harm those of another.
     """
 
     def __init__(
@@ -322,19 +322,19 @@ class Portions:
         `costs` are its tokens to prefill. `works`: this audit has measured something before. Raises EngineError
         if nothing can be measured.
         """
-        found: list[T | Unreadable] = []
-        while len(found) < len(work):
-            rest = costs[len(found) :]
-            part = slice(len(found), len(found) + portion_size(rest, self._pace.limit))
+        results: list[T | Unreadable] = []
+        while len(results) < len(work):
+            rest = costs[len(results) :]
+            part = slice(len(results), len(results) + portion_size(rest, self._pace.limit))
             answers, answered = await self._portion(work[part], costs[part], attempt)
             works = works or answered
             if len(answers) > 1 and not works:
-                fault = next(one.detail for one in answers if isinstance(one, Unreadable))
+                fault = next(answer.detail for answer in answers if isinstance(answer, Unreadable))
                 raise EngineError(
                     f"no audit succeeds ({fault}): check engine.device and free memory"
                 )
-            found += answers
-        return found
+            results += answers
+        return results
 
     async def _portion(
         self, work: Sequence[W], costs: Sequence[int], attempt: Attempt[W, T]
@@ -343,26 +343,26 @@ class Portions:
 
         Returns the results, and whether any attempt was answered.
         """
-        found: list[T | Unreadable] = []
+        results: list[T | Unreadable] = []
         faults: list[str] = []
         answered = retried = False
         sizes = [len(work)]
         while sizes:
             size = sizes.pop(0)
-            part = slice(len(found), len(found) + size)
+            part = slice(len(results), len(results) + size)
             if len(faults) == MOST_DEADLY:
-                found += [Unreadable("too many beside it ended the audit", proof=False)] * size
+                results += [Unreadable("too many beside it ended the audit", proof=False)] * size
                 continue
             began = time.monotonic()
             try:
-                found += await attempt(work[part])
+                results += await attempt(work[part])
                 answered = True
                 if not retried:  # smaller ones tell nothing about the next portion
                     self._pace.done(sum(costs[part]), time.monotonic() - began)
             except AuditFailed as error:
                 if size == 1 and retried:
                     faults.append(str(error))
-                    found.append(Unreadable(faults[-1], proof=False))
+                    results.append(Unreadable(faults[-1], proof=False))
                     continue
                 if not retried:  # retries a single item, too: the process may have been lost before
                     retried = True
@@ -370,4 +370,4 @@ class Portions:
                 fewer = -(-size // PORTION_PARTS)
                 logger.warning("%s; its %d branches are tried %d at a time", error, size, fewer)
                 sizes[:0] = [min(fewer, size - first) for first in range(0, size, fewer)]
-        return found, answered
+        return results, answered

@@ -60,7 +60,7 @@ def check_items(
     ]
     sound = [item for item, detail in zip(items, details, strict=True) if not detail]
     proofs = iter(_proof_faults(sound))
-    return [Unreadable(one, proof=False) if one else next(proofs) for one in details]
+    return [Unreadable(detail, proof=False) if detail else next(proofs) for detail in details]
 
 
 def _proof_faults(items: Sequence[AuditItem]) -> list[Unreadable | None]:
@@ -94,9 +94,9 @@ def _fault(item: AuditItem, vocabulary: int) -> str:
         )
     if sorted(item.versions) != list(item.versions):
         return "its policy versions go back"
-    drawn = item.drawn
-    if drawn and not (len(drawn) == sampled and 0 <= min(drawn) <= max(drawn) < vocabulary):
-        return f"{len(drawn)} tokens drawn at {sampled} positions, or outside 0..{vocabulary - 1}"
+    claimed = item.drawn
+    if claimed and not (len(claimed) == sampled and 0 <= min(claimed) <= max(claimed) < vocabulary):
+        return f"{len(claimed)} tokens drawn at {sampled} positions, or outside 0..{vocabulary - 1}"
     return ""
 
 
@@ -120,16 +120,16 @@ def drawn_tokens(item: AuditItem) -> list[int]:
     """List the tokens that an item claims to have drawn [S]."""
     if item.drawn:
         return [*item.drawn]
-    return [token for one in item.replies for token in item.token_ids[one.start : one.end]]
+    return [token for reply in item.replies for token in item.token_ids[reply.start : reply.end]]
 
 
 def _boundary_fault(item: AuditItem, layers: int) -> str:
     if not item.boundaries:
         return ""
-    heights = [0, *(one.layers for one in item.boundaries), layers]
+    heights = [0, *(boundary.layers for boundary in item.boundaries), layers]
     if any(low >= high for low, high in pairwise(heights)):
-        return f"boundaries behind layers that the model has not, or out of order: {heights[1:-1]}"
-    if any(len(one.proof) != TOKEN_BYTES * len(item.versions) for one in item.boundaries):
+        return f"boundaries after layers that the model does not have, or out of order: {heights[1:-1]}"
+    if any(len(boundary.proof) != TOKEN_BYTES * len(item.versions) for boundary in item.boundaries):
         return "boundaries of another number of tokens"
     return ""
 
@@ -163,10 +163,10 @@ def summarize(
     """
     if not margins:
         return []
-    tokens = [len(one) for one in margins]
+    tokens = [len(branch) for branch in margins]
     margin = _infinite(np.concatenate(margins, dtype=np.float64))
     own = np.concatenate(logprobs, dtype=np.float64)
-    stated = np.concatenate([np.asarray(one, np.float64) for one in claimed])
+    stated = np.concatenate([np.asarray(branch, np.float64) for branch in claimed])
     logprob = _infinite(np.abs(own - stated))
     starts = np.cumsum([0, *tokens[:-1]])
     columns = (
@@ -185,7 +185,7 @@ def summarize(
             sampling_max=sampling_max,
             logprob=logprob / max(count, FEWEST),
             logprob_max=logprob_max,
-            other_policy=_other_policy([one for _, one in proof]),
+            other_policy=_other_policy([comparison for _, comparison in proof]),
             means=_means(count, proof, line),
         )
         for count, proof, line, sampling, sampling_max, logprob, logprob_max in zip(
@@ -203,20 +203,20 @@ def _lines(stated: Numbers, own: Numbers, tokens: Sequence[int]) -> list[tuple[f
     with np.errstate(invalid="ignore"):
         apart, middle = np.clip(stated - own, -CLIP, CLIP), (stated + own) / 2
         products = np.stack([apart, middle, middle**2, middle * apart])
-        found: list[tuple[float, float]] = []
+        lines: list[tuple[float, float]] = []
         for count, (y, x, xx, xy) in zip(tokens, sums(products, tokens).T, strict=True):
             slope = (xy - x * y / count) / max(xx - x * x / count, SPREAD)
-            found.append((float(y) / max(count, FEWEST), float(slope)))
-    return found
+            lines.append((float(y) / max(count, FEWEST), float(slope)))
+    return lines
 
 
 def _means(tokens: int, compared: Compares, line: tuple[float, float]) -> tuple[float, ...]:
     """Return Evidence.means of a branch; () if one of them is not finite."""
     if not compared:
         return ()
-    shifts = np.sum([one.shift for _, one in compared], axis=0) / max(tokens, FEWEST)
-    found = (*line, *shifts.tolist())
-    return found if all(map(isfinite, found)) else ()
+    shifts = np.sum([comparison.shift for _, comparison in compared], axis=0) / max(tokens, FEWEST)
+    means = (*line, *shifts.tolist())
+    return means if all(map(isfinite, means)) else ()
 
 
 def compare_replies(
@@ -234,14 +234,14 @@ def compare_replies(
     lengths: list[list[int]] = []
     for parts, own, rest in zip(proofs, projected, others, strict=True):
         known = parts if np.isfinite(own).all() else []
-        finite = [one for one in rest if np.isfinite(one).all()]
+        finite = [states for states in rest if np.isfinite(states).all()]
         lengths.append([tokens for _, tokens in known])
         start = 0
         for proof, tokens in known:
             rows = slice(start, start := start + tokens)
-            replies.append(Replayed(proof, own[rows], [one[rows] for one in finite]))
-    found = iter(_PROJECTION.compare_projected(replies))
-    return [[(tokens, next(found)) for tokens in branch] for branch in lengths]
+            replies.append(Replayed(proof, own[rows], [states[rows] for states in finite]))
+    comparisons = iter(_PROJECTION.compare_projected(replies))
+    return [[(tokens, next(comparisons)) for tokens in branch] for branch in lengths]
 
 
 def _infinite(values: Numbers) -> Numbers:
@@ -257,7 +257,7 @@ def _distance(compared: Compares) -> float:
     """
     if not compared:
         return inf
-    squares = sum(tokens * one.distance**2 for tokens, one in compared)
+    squares = sum(tokens * comparison.distance**2 for tokens, comparison in compared)
     distance = sqrt(squares / max(sum(tokens for tokens, _ in compared), FEWEST))
     return distance if isfinite(distance) else inf
 
@@ -271,18 +271,20 @@ def _other_policy(compared: Sequence[Compared]) -> float:
     if not compared or not compared[0].others:
         return 0.0
     totals = [0.0] * len(compared[0].others)
-    for one in compared:
-        floor = one.samples * FLOOR
-        for place, other in enumerate(one.others):
-            if one.samples:
-                totals[place] += one.samples / 2 * log((one.own + floor) / (other + floor))
+    for comparison in compared:
+        floor = comparison.samples * FLOOR
+        for place, other in enumerate(comparison.others):
+            if comparison.samples:
+                totals[place] += (
+                    comparison.samples / 2 * log((comparison.own + floor) / (other + floor))
+                )
     return max(totals) if all(map(isfinite, totals)) else inf
 
 
-def routing(found: NDArray[np.floating]) -> tuple[float, float]:
+def routing(off_routes: NDArray[np.floating]) -> tuple[float, float]:
     """Summarize off_routes() [S, 2] of S tokens as (Measured.routing, routing_max)."""
-    found = _infinite(found.astype(np.float64))
-    return float(found[:, 0].sum()) / max(len(found), FEWEST), float(found[:, 1].max(initial=0))
+    shares, margins = _infinite(off_routes.astype(np.float64)).T
+    return float(shares.sum()) / max(len(shares), FEWEST), float(margins.max(initial=0))
 
 
 def distances(item: AuditItem, own: NDArray[np.float32]) -> tuple[float, ...]:
@@ -292,5 +294,9 @@ def distances(item: AuditItem, own: NDArray[np.float32]) -> tuple[float, ...]:
     """
     if not np.isfinite(own).all():
         return (inf,) * len(item.boundaries)
-    apart = (token_distances(one.proof, own[:, at]) for at, one in enumerate(item.boundaries))
-    return tuple(sqrt(float((one**2).sum()) / max(len(one), FEWEST)) for one in apart)
+    apart = (
+        token_distances(boundary.proof, own[:, at]) for at, boundary in enumerate(item.boundaries)
+    )
+    return tuple(
+        sqrt(float((by_token**2).sum()) / max(len(by_token), FEWEST)) for by_token in apart
+    )

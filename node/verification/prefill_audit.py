@@ -63,7 +63,7 @@ class _Branch:
     at: slice
     waits: int
     """Number of versions whose pass is not done yet."""
-    found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    projected: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """version -> projected states [S, 7], on the CPU."""
     crossed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """version -> projected states and lengths at its boundaries [S, boundaries, 8]."""
@@ -100,10 +100,10 @@ class _Flight:
     """Projected states and lengths at their boundaries [S, boundaries, 8]."""
     routed: Tensor
     """Comparison of their routes [S, 2]."""
-    drawn: Integers
+    indices: Integers
     """Indices, among all tokens, of those that claim this version [N]."""
     numbers: Tensor
-    """Margins and logprobs of the tokens of `drawn` [2, N] fp32."""
+    """Margins and logprobs of the tokens of `indices` [2, N] fp32."""
     mark: Mark
 
 
@@ -172,8 +172,8 @@ class PrefillAudit:
                     done |= self._land(running.popleft(), tokens)
             while running:
                 done |= self._land(running.popleft(), tokens)
-        found = (done[branch.number] for branch in branches)
-        return [fault or next(found) for fault in faults]
+        measured = (done[branch.number] for branch in branches)
+        return [fault or next(measured) for fault in faults]
 
     def _faults(
         self, items: Sequence[AuditItem], states: Mapping[int, State]
@@ -204,7 +204,7 @@ class PrefillAudit:
             for version in item.wanted:
                 wanting[version].append(number)
         # cached networks first: building another one may evict one of them
-        for version in sorted(wanting, key=lambda one: (one not in self._kept, one)):
+        for version in sorted(wanting, key=lambda wanted: (wanted not in self._kept, wanted)):
             network = self._network(version, states[version])
             limit = self._batch_tokens or BATCH_TOKENS.get(network.device.type, BATCH_TOKENS["cpu"])
             for batch in batches(wanting[version], items, limit):
@@ -217,19 +217,19 @@ class PrefillAudit:
         """Start measuring `batch` under `version` on the device, without waiting for it."""
         lengths = [len(branch.item.token_ids) for branch in batch]
         counts = [branch.at.stop - branch.at.start for branch in batch]
-        chosen = np.concatenate([np.arange(one.at.start, one.at.stop) for one in batch])
+        chosen = np.concatenate([np.arange(branch.at.start, branch.at.stop) for branch in batch])
         own = np.flatnonzero(tokens.versions[chosen] == version)
-        drawn = chosen[own]
+        indices = chosen[own]
         pieces = [branch.token_ids for branch in batch]
         leading = leading_rows(lengths, counts, tokens.places[chosen])
         pieces += [leading, own]
-        pieces += [tokens.seeds[drawn], tokens.places[drawn], tokens.tokens[drawn]]
+        pieces += [tokens.seeds[indices], tokens.places[indices], tokens.tokens[indices]]
         there = upload(torch.from_numpy(np.concatenate(pieces)), network.device)
-        warm = upload(torch.from_numpy(tokens.temperatures[drawn]), network.device)
+        warm = upload(torch.from_numpy(tokens.temperatures[indices]), network.device)
         greedy = not tokens.temperatures.any()  # all environments of a run are greedy, or none
-        limits = Limits(tokens.limits.top_k[drawn], tokens.limits.top_p[drawn])
+        limits = Limits(tokens.limits.top_k[indices], tokens.limits.top_p[indices])
         # unpacked for a batch alone: a text with one wide support makes all rows as wide
-        parts = [(one.item.support, tokens.tokens[one.at]) for one in batch]
+        parts = [(branch.item.support, tokens.tokens[branch.at]) for branch in batch]
         stated = unpack_supports(parts, NO_SUPPORT)
         support = None
         if stated is not None:
@@ -246,7 +246,7 @@ class PrefillAudit:
             led=download(self._projected(hidden)),
             crossed=download(checker.led()),
             routed=download(routes.led() if routes else torch.zeros(len(chosen), 2)),
-            drawn=drawn,
+            indices=indices,
             numbers=download(
                 self._draw(
                     network,
@@ -323,17 +323,20 @@ class PrefillAudit:
         return max(1, most if most < TILE else most - most % TILE)
 
     def _network(self, version: int, state: State) -> LanguageModel:
-        kept = self._kept.pop(version, None)
-        if kept is None or not kept.state.matches(state):
-            kept = self._build(state)
-        self._kept[version] = kept
-        return kept.network
+        cached = self._kept.pop(version, None)
+        if cached is None or not cached.state.matches(state):
+            cached = self._build(state)
+        self._kept[version] = cached
+        return cached.network
 
     def _build(self, state: State) -> Kept:
         whole = self._merged(state)
         size = state_bytes(whole)
         # evicts before the new one is built: memory is short beside a trainer
-        while self._kept and size + sum(one.size for one in self._kept.values()) > self._keep_bytes:
+        while (
+            self._kept
+            and size + sum(cached.size for cached in self._kept.values()) > self._keep_bytes
+        ):
             del self._kept[next(iter(self._kept))]
         terms = self._terms
         network = LanguageModel.build(
@@ -360,13 +363,13 @@ class PrefillAudit:
         """Wait for `flight`; return the measures of the branches that it completes, by number."""
         flight.mark.wait()
         margins, logprobs = flight.numbers.numpy()
-        tokens.margins[flight.drawn] = margins
-        tokens.logprobs[flight.drawn] = logprobs
+        tokens.margins[flight.indices] = margins
+        tokens.logprobs[flight.indices] = logprobs
         done: list[_Branch] = []
         numbers = (flight.led, flight.crossed, flight.routed)
-        parts = (found.split(flight.counts) for found in numbers)
+        parts = (column.split(flight.counts) for column in numbers)
         for branch, part, crossed, routed in zip(flight.branches, *parts, strict=True):
-            branch.found[flight.version] = part
+            branch.projected[flight.version] = part
             branch.crossed[flight.version] = crossed
             branch.routed[flight.version] = routed
             branch.waits -= 1
@@ -375,23 +378,26 @@ class PrefillAudit:
         return self._summarize(done, tokens)
 
     def _summarize(self, branches: Sequence[_Branch], tokens: _Tokens) -> dict[int, Measured]:
-        versions = [tokens.versions[one.at] for one in branches]
+        versions = [tokens.versions[branch.at] for branch in branches]
         compared = compare_replies(
-            [split_proof(one.item) for one in branches],
+            [split_proof(branch.item) for branch in branches],
             [
-                _own_states(one.found, claimed).float().numpy()
-                for one, claimed in zip(branches, versions, strict=True)
+                _own_states(branch.projected, claimed).float().numpy()
+                for branch, claimed in zip(branches, versions, strict=True)
             ],
-            [[one.found[other].float().numpy() for other in one.item.others] for one in branches],
+            [
+                [branch.projected[other].float().numpy() for other in branch.item.others]
+                for branch in branches
+            ],
         )
-        found = summarize(
-            [tokens.margins[one.at] for one in branches],
-            [one.item.logprobs for one in branches],
-            [tokens.logprobs[one.at] for one in branches],
+        measured = summarize(
+            [tokens.margins[branch.at] for branch in branches],
+            [branch.item.logprobs for branch in branches],
+            [tokens.logprobs[branch.at] for branch in branches],
             compared,
         )
         done: dict[int, Measured] = {}
-        for branch, claimed, each in zip(branches, versions, found, strict=True):
+        for branch, claimed, each in zip(branches, versions, measured, strict=True):
             crossed = _own_states(branch.crossed, claimed).numpy()
             share, margin = routing(_own_states(branch.routed, claimed).numpy())
             done[branch.number] = structs.replace(
@@ -400,7 +406,7 @@ class PrefillAudit:
                 routing_max=margin,
                 boundaries=distances(branch.item, crossed),
             )
-            branch.found.clear()
+            branch.projected.clear()
             branch.crossed.clear()
             branch.routed.clear()
         return done
@@ -408,19 +414,19 @@ class PrefillAudit:
 
 def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
     branches: list[_Branch] = []
-    drawn: list[Integers] = [np.empty(0, np.int64)]  # there may be no item
+    tokens: list[Integers] = [np.empty(0, np.int64)]  # there may be no item
     versions = [np.empty(0, np.int64)]
     sampled = SampledPositions.of(items)
     start = 0
     for number, (item, count) in enumerate(zip(items, sampled.counts, strict=True)):
         ids = np.array(item.token_ids, np.int64)
         at = slice(start, start := start + count)
-        drawn.append(np.array(item.drawn, np.int64) if item.drawn else ids[sampled.places[at]])
+        tokens.append(np.array(item.drawn, np.int64) if item.drawn else ids[sampled.places[at]])
         versions.append(np.array(item.versions, np.int64))
         branches.append(_Branch(number, item, ids, at, waits=len(item.wanted)))
     return branches, _Tokens(
         sampled.places,
-        np.concatenate(drawn),
+        np.concatenate(tokens),
         sampled.seeds,
         np.concatenate(versions),
         temperatures=sampled.temperatures,
@@ -430,13 +436,13 @@ def _flatten(items: Sequence[AuditItem]) -> tuple[list[_Branch], _Tokens]:
     )
 
 
-def _own_states(found: Mapping[int, Tensor], versions: Integers) -> Tensor:
+def _own_states(rows: Mapping[int, Tensor], versions: Integers) -> Tensor:
     """Select each token's row under the version that it claims, `versions` [S]; returns [S, ...]."""
     first, *later = sorted(set(versions.tolist()))
-    own = found[first]
+    own = rows[first]
     for version in later:
         claims = torch.from_numpy(versions == version)
-        own = torch.where(claims.view(-1, *[1] * (own.ndim - 1)), found[version], own)
+        own = torch.where(claims.view(-1, *[1] * (own.ndim - 1)), rows[version], own)
     return own
 
 
@@ -480,7 +486,7 @@ class SampledPositions:
         nothing = np.empty(0, np.int64)  # there may be no item
         return cls(
             counts,
-            np.concatenate([nothing, *(np.arange(one.start, one.end) for one in replies)]),
+            np.concatenate([nothing, *(np.arange(reply.start, reply.end) for reply in replies)]),
             np.repeat(np.array([reply.seed for reply in replies], np.int64), lengths),
             np.repeat(np.array([item.temperature for item in items], np.float32), counts),
             Limits(
@@ -536,7 +542,7 @@ class RouteChecker:
 
 def boundary_key(item: AuditItem) -> tuple[tuple[int, Encoding], ...]:
     """List (layers below, encoding) of each boundary, ascending; items of one key share a pass."""
-    return tuple((one.layers, one.encoding) for one in item.boundaries)
+    return tuple((boundary.layers, boundary.encoding) for boundary in item.boundaries)
 
 
 class BoundaryChecker:
@@ -564,16 +570,16 @@ class BoundaryChecker:
     def take(self, layer: int, x: Tensor) -> Tensor:
         """See LayerHooks."""
         encoding = self._encodings[layer]
-        seen = x if encoding == "raw" else rounded(x, encoding)
+        received = x if encoding == "raw" else rounded(x, encoding)
         start = self._passed[layer]
         self._passed[layer] = end = start + len(x)
         first, last = np.searchsorted(self._places, [start, end]).tolist()
         rows = self._rows[first:last] - start
         for part in rows.split(max(1, BOUNDARY_NUMBERS // x.shape[1])):
-            states = seen[part]
+            states = received[part]
             length = states.float().square().mean(1, keepdim=True).sqrt()
             self._found[layer].append(torch.cat([project(states), length], 1))
-        return seen
+        return received
 
     def led(self) -> Tensor:
         """Return the projected states and lengths of the tokens, in order [S, boundaries, 8]."""

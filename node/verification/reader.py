@@ -59,8 +59,8 @@ class TextReader(PrefillAudit):
                 network = self._network(version, states[version])
                 most = self._batch_tokens or BATCH_TOKENS.get(network.device.type, 2**11)
                 for batch in batches(numbers, items, most):
-                    found = self._read(network, [items[number] for number in batch])
-                    answers |= zip(batch, found, strict=True)
+                    readings = self._read(network, [items[number] for number in batch])
+                    answers |= zip(batch, readings, strict=True)
         return [answers[number] for number in range(len(items))]
 
     def _build(self, state: State) -> Kept:
@@ -90,12 +90,12 @@ class TextReader(PrefillAudit):
         ends = np.cumsum(sampled.counts)[:-1]
         return [
             Reading(
-                drawn.tolist(),
+                sampled_tokens.tolist(),
                 stated.tolist(),
                 _proof(states, item),
-                pack_support(left, drawn.tolist()) if item.support else b"",
+                pack_support(left, sampled_tokens.tolist()) if item.support else b"",
             )
-            for drawn, stated, left, states, item in zip(
+            for sampled_tokens, stated, left, states, item in zip(
                 np.split(tokens, ends),
                 np.split(logprobs, ends),
                 np.split(support, ends),
@@ -133,16 +133,18 @@ class TextReader(PrefillAudit):
                 logprobs.append(likely)
                 continue
             narrowed = sampled.limits.narrowed(part, device)
-            found = draw(logits, temperatures[part], drawn_with[part], at[part], narrowed)
-            tokens.append(found.tokens)
-            over = found.support_logprobs
+            draws = draw(logits, temperatures[part], drawn_with[part], at[part], narrowed)
+            tokens.append(draws.tokens)
+            over = draws.support_logprobs
             logprobs.append(
-                found.logprobs if over is None else over.where(stated[part], found.logprobs)
+                draws.logprobs if over is None else over.where(stated[part], draws.logprobs)
             )
             none = torch.empty(len(logits), 0, dtype=torch.int32, device=device)
-            supports.append(none if found.support is None else found.support)
-        widest = max((one.shape[1] for one in supports), default=0)
-        left = [pad(one, (0, widest - one.shape[1]), value=-1).cpu() for one in supports]
+            supports.append(none if draws.support is None else draws.support)
+        widest = max((support.shape[1] for support in supports), default=0)
+        left = [
+            pad(support, (0, widest - support.shape[1]), value=-1).cpu() for support in supports
+        ]
         return (
             torch.cat(tokens).cpu().numpy(),
             torch.cat(logprobs).double().cpu().numpy(),

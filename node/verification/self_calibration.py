@@ -201,8 +201,8 @@ class SelfCalibration:
         due = envelope.RENEW if gathered > ENOUGH else 1
         if state.fresh < due or gathered < envelope.FIRST:
             return conditions, None
-        made = self._renew(ENVELOPE, state)
-        return self.newest(conditions), made
+        bounds = self._renew(ENVELOPE, state)
+        return self.newest(conditions), bounds
 
     @property
     def is_reading(self) -> bool:
@@ -211,10 +211,10 @@ class SelfCalibration:
 
     def newest(self, conditions: AuditConditions) -> AuditConditions:
         """Return conditions with the newest envelope, if that judges."""
-        made, judging = self.bounds_of(ENVELOPE), conditions.bounds
-        if made is None or judging is None or judging.numerics != ENVELOPE:
+        bounds, judging = self.bounds_of(ENVELOPE), conditions.bounds
+        if bounds is None or judging is None or judging.numerics != ENVELOPE:
             return conditions
-        return replace(conditions, contract=made.applied(self._contract), bounds=made)
+        return replace(conditions, contract=bounds.applied(self._contract), bounds=bounds)
 
     def not_read(self, why: str, conditions: AuditConditions, *, asked: int = 0) -> AuditConditions:
         """Record that the `asked` texts could not be read; return what judges the submission.
@@ -242,24 +242,22 @@ class SelfCalibration:
         known = self._classes.get(numerics)
         return known.bounds if known else None
 
-    def misplaced(self, numerics: NumericsClass, seen: Sequence[Evidence]) -> str:
+    def misplaced(self, numerics: NumericsClass, measured: Sequence[Evidence]) -> str:
         """Explain that rollouts are not of the claimed class, and name a class that they fit."""
-        said = f"it claims {numerics}, and its first rollouts do not lie within the noise of that class"
+        fault = f"it claims {numerics}, and its first rollouts do not lie within the noise of that class"
         alike = [
             other
             for other, state in self._classes.items()
             if other not in (numerics, ENVELOPE)
             and state.bounds
-            and _within(seen, state.bounds.suspect)
+            and _within(measured, state.bounds.suspect)
         ]
         if alike:
-            return f"{said}: they look like {alike[0]}"
+            return f"{fault}: they look like {alike[0]}"
         bounds = self.bounds_of(numerics)
-        if not seen or bounds is None:
-            return said
-        return (
-            f"{said}: {_furthest(seen, bounds.suspect)}; they look like no class that was measured"
-        )
+        if not measured or bounds is None:
+            return fault
+        return f"{fault}: {_furthest(measured, bounds.suspect)}; they look like no class that was measured"
 
     # -- references and their bounds ---------------------------------------------------------------
 
@@ -279,13 +277,13 @@ class SelfCalibration:
         if numerics not in self._classes and len(self._classes) >= MAX_CLASSES:
             return [], None
         state = self._classes.setdefault(numerics, ClassState())
-        taken = [Reference(makers[0], version, seen) for version, seen in measured]
-        state.references.extend(taken)
-        state.fresh += len(taken)
+        added = [Reference(makers[0], version, evidence) for version, evidence in measured]
+        state.references.extend(added)
+        state.fresh += len(added)
         due = ENOUGH if state.bounds is None else RENEW
-        if not taken or state.fresh < due or len(state.references) < ENOUGH:
-            return taken, None
-        return taken, self._renew(numerics, state)
+        if not added or state.fresh < due or len(state.references) < ENOUGH:
+            return added, None
+        return added, self._renew(numerics, state)
 
     def drop(self, node: bytes) -> list[ClassBounds]:
         """Drop a banned reference's rollouts; renew the bounds that were derived from them.
@@ -293,7 +291,7 @@ class SelfCalibration:
         Returns the new bounds; provisional ones if too few rollouts are left.
         """
         self.references -= {node}
-        return self._keep(lambda one: one.node != node)
+        return self._keep(lambda reference: reference.node != node)
 
     def go_back(self, term: int, version: int) -> list[ClassBounds]:
         """Go back to policy `version` in epoch `term`: drop rollouts of later versions.
@@ -301,7 +299,7 @@ class SelfCalibration:
         Returns new bounds, as drop().
         """
         self._term = term
-        return self._keep(lambda one: one.version <= version)
+        return self._keep(lambda reference: reference.version <= version)
 
     def restore(
         self, rows: Mapping[NumericsClass, Sequence[Reference]], made: Iterable[ClassBounds]
@@ -310,7 +308,9 @@ class SelfCalibration:
         for numerics, references in rows.items():
             state = self._classes.setdefault(numerics, ClassState())
             own = numerics == ENVELOPE
-            state.references.extend(one for one in references if own or one.node in self.references)
+            state.references.extend(
+                reference for reference in references if own or reference.node in self.references
+            )
             state.fresh = len(state.references)
         for bounds in made:
             state = self._classes.setdefault(bounds.numerics, ClassState())
@@ -321,16 +321,16 @@ class SelfCalibration:
     def _keep(self, wanted: Callable[[Reference], bool]) -> list[ClassBounds]:
         changed: list[ClassBounds] = []
         for numerics, state in self._classes.items():
-            kept = [one for one in state.references if wanted(one)]
-            if len(kept) == len(state.references):
+            remaining = [reference for reference in state.references if wanted(reference)]
+            if len(remaining) == len(state.references):
                 continue
-            state.references = deque(kept, maxlen=KEPT)
+            state.references = deque(remaining, maxlen=KEPT)
             if state.bounds is None:
-                state.fresh = len(kept)
-            elif len(kept) >= (envelope.FIRST if numerics == ENVELOPE else ENOUGH):
+                state.fresh = len(remaining)
+            elif len(remaining) >= (envelope.FIRST if numerics == ENVELOPE else ENOUGH):
                 changed.append(self._renew(numerics, state))
             else:
-                state.number, state.bounds, state.fresh = state.number + 1, None, len(kept)
+                state.number, state.bounds, state.fresh = state.number + 1, None, len(remaining)
                 changed.append(
                     structs.replace(provisional(numerics), number=state.number, term=self._term)
                 )
@@ -353,12 +353,19 @@ class SelfCalibration:
         """List the classes of a run; `claims` counts its workers by the class that they claim."""
         workers = Counter(claims)
         if self.reads:  # all others count as one
-            others = [one for one in claims if not self.gathered(one)]
-            workers[ENVELOPE] = sum(workers.pop(one) for one in others)
-        known = [*self._classes, *(one for one in workers if one not in self._classes)]
+            others = [numerics for numerics in claims if not self.gathered(numerics)]
+            workers[ENVELOPE] = sum(workers.pop(numerics) for numerics in others)
+        known = [
+            *self._classes,
+            *(numerics for numerics in workers if numerics not in self._classes),
+        ]
         return [
-            bounds_row(self.bounds_of(one) or provisional(one), self.gathered(one), workers[one])
-            for one in known[: 2 * MAX_CLASSES]
+            bounds_row(
+                self.bounds_of(numerics) or provisional(numerics),
+                self.gathered(numerics),
+                workers[numerics],
+            )
+            for numerics in known[: 2 * MAX_CLASSES]
         ]
 
     def warnings(self, strangers: Counter[NumericsClass]) -> list[str]:
@@ -371,10 +378,10 @@ class SelfCalibration:
                 f"is rejected (weights that are a little off are not): {ADVICE}"
             ]
         return [
-            f"{count} worker{'s' if count > 1 else ''} of {one} wait{'' if count > 1 else 's'} for bounds of "
-            f"noise, without work: {self.missing(one)}{self._remedy(one)}"
-            for one, count in strangers.items()
-            if self.bounds_of(one) is None
+            f"{count} worker{'s' if count > 1 else ''} of {numerics} wait{'' if count > 1 else 's'} for bounds "
+            f"of noise, without work: {self.missing(numerics)}{self._remedy(numerics)}"
+            for numerics, count in strangers.items()
+            if self.bounds_of(numerics) is None
         ]
 
     def missing(self, numerics: NumericsClass, rest_s: float | None = None) -> str:
@@ -416,26 +423,26 @@ def bounds_row(bounds: ClassBounds, gathered: int = 0, workers: int = 0) -> Boun
     )
 
 
-def _furthest(seen: Sequence[Evidence], bounds: Thresholds) -> str:
+def _furthest(measured: Sequence[Evidence], bounds: Thresholds) -> str:
     """Describe the measure that most rollouts have above its bound; of several, the one furthest above."""
 
     def above(name: str) -> tuple[int, float]:
-        values, bound = [getattr(one, name) for one in seen], getattr(bounds, name)
+        values, bound = [getattr(evidence, name) for evidence in measured], getattr(bounds, name)
         # NaN is above every bound
         return sum(not value <= bound for value in values), max(values) / max(bound, 1e-12)
 
     name = max(MEASURES, key=above)
-    most = max(getattr(one, name) for one in seen)
+    most = max(getattr(evidence, name) for evidence in measured)
     return (
-        f"{name} is up to {most:.3g} in {above(name)[0]} of {len(seen)}, the bound is "
+        f"{name} is up to {most:.3g} in {above(name)[0]} of {len(measured)}, the bound is "
         f"{getattr(bounds, name):.3g}"
     )
 
 
-def _within(seen: Sequence[Evidence], bounds: Thresholds) -> bool:
+def _within(measured: Sequence[Evidence], bounds: Thresholds) -> bool:
     """Return whether rollouts are within a class's noise.
 
     At most one in eight may be above a bound to suspect.
     """
-    odd = sum(first_above(one, bounds) != "" for one in seen)
-    return 8 * odd <= len(seen)
+    odd = sum(first_above(evidence, bounds) != "" for evidence in measured)
+    return 8 * odd <= len(measured)

@@ -1,6 +1,6 @@
-"""Make the verdict on a submission: what arrived, what of it passes, what was measured, and what is told of it.
+"""Make the verdict on a submission: what arrived, which rollouts pass, what was measured.
 
-The verifier fills a PendingVerdict, check by check (verifier.py); make_verdict() says what of it is signed.
+The verifier fills a PendingVerdict, check by check (verifier.py); make_verdict() makes the part that is signed.
 """
 
 import asyncio
@@ -91,14 +91,14 @@ class Turn:
         self._passed_on = False
 
     async def wait(self) -> None:
-        """Wait for all submissions before."""
+        """Wait for all earlier submissions."""
         if self._earlier is not None:
             await asyncio.wait([self._earlier])
 
     def pass_on(self) -> None:
-        """Let the next one have its turn.
+        """Let the next submission have its turn.
 
-        It waits for all that came before also if this one is refused at once.
+        It waits for all earlier ones, even if this one is refused at once.
         """
         if self._passed_on:
             return
@@ -126,22 +126,22 @@ class PendingVerdict:
     """The verdict that a trainer gave before it was killed: it stands."""
     plan: PipelinePlan | None = None
     rollouts: list[CheckedRollout] = field(default_factory=list[CheckedRollout])
-    """Those that passed, before they are scored."""
+    """Rollouts that passed, before they are scored."""
     passed: list[RescoredRollout] = field(default_factory=list[RescoredRollout])
-    """Those that passed, with their scores; audits leave those that they reject here."""
+    """Rollouts that passed, with their scores; audits do not remove those that they reject."""
     states: Mapping[int, State] = field(default_factory=dict[int, State])
     """States of the policies that `passed` claims and, if held, of those before them."""
     rejections: list[Rejection] = field(default_factory=list[Rejection])
     audited: AuditResults = field(default_factory=AuditResults)
     texts: set[int] = field(default_factory=set[int])
-    """Hashes of the audited texts: one that comes again says nothing new of the means of a worker."""
+    """Hashes of the audited texts: a repeated one says nothing new about a worker's means."""
 
     def reject(self, rollout: CheckedRollout, reason: Reason, detail: str) -> None:
         """Reject a rollout; `detail` is clipped."""
         self.rejections.append(Rejection(rollout.group, rollout.index, reason, clipped(detail)))
 
     def without_rejected(self, passed: Sequence[RescoredRollout]) -> list[RescoredRollout]:
-        """Return those that nothing rejected so far."""
+        """Return the rollouts that nothing has rejected so far."""
         rejected = {(rejection.group, rejection.rollout) for rejection in self.rejections}
         return [rollout for rollout in passed if rollout.place not in rejected]
 

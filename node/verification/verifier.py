@@ -104,12 +104,12 @@ class SubmissionCheck:
     """Why it refuses."""
     cost: str
     again: bool = True
-    """Whether it is repeated where a verdict stands that was given before a restart."""
+    """Whether it runs again if a verdict from before a restart stands."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """What measures the envelope, and what keeps it."""
+    """Measurement of the envelope, and the calibration that stores it."""
 
     envelope: NoiseEnvelope
     calibration: SelfCalibration
@@ -119,7 +119,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class _ReadingAnswer:
-    """Readings of the `asked` texts, without those that could not be read; or why none could be."""
+    """Readings of `asked` texts, except the unreadable ones; or the reason why none was read."""
 
     asked: int
     readings: Sequence[Reference] = ()
@@ -208,7 +208,7 @@ class Verifier:
         """Done when all submissions before were checked for copies."""
 
     async def close(self) -> None:
-        """End what is still read."""
+        """End the reading that is still running."""
         await end_tasks(self._reading)
 
     @property
@@ -291,8 +291,8 @@ class Verifier:
         lease = work.lease
         try:
             environment_of(self._run, lease)
-            made = self._environment(lease).task
-            tasks = [await made(reference.index) for reference in lease.tasks]
+            make_task = self._environment(lease).task
+            tasks = [await make_task(reference.index) for reference in lease.tasks]
             digests = {task.index: task.digest for task in tasks}
             check_assignment(lease, digests.__getitem__)
         except (RemoteProtocolError, EnvironmentFailed) as error:
@@ -324,7 +324,7 @@ class Verifier:
         work.rollouts = [rollout for rollout in work.rollouts if self._is_held(rollout, work)]
 
     async def _check_still_held(self, work: PendingVerdict) -> None:
-        """Check once more, and hold for the audit what is held now: copies are looked for meanwhile.
+        """Check staleness again, and hold the states for the audit while copies are looked for.
 
         While rollouts were scored the publisher may have dropped an old version; a stale rollout leaves no
         trace among the copies.
@@ -342,7 +342,7 @@ class Verifier:
         return not lost
 
     async def _check_copies(self, work: PendingVerdict) -> None:
-        """Reject copies, those of earlier submissions, too. A thread looks for them: the event loop goes on."""
+        """Reject copies, also of earlier submissions. A thread looks for them: the event loop goes on."""
         await work.turn.wait()
         sampling = environment_of(self._run, work.lease).sampling
         # Without temperature replies to equal prompts are equal, with top_k they may be: logprobs do not tell
@@ -417,8 +417,8 @@ class Verifier:
         for _ in range(0 if number in self._varies else SCORED_AGAIN):
             again = await self._recompute(lease, rollout)
             if _differ(again.reward, score.reward):
-                told = f"scored twice: {score.reward:.6g} and {again.reward:.6g}"
-                self._note_variation(lease, rollout.group, "the reward", told, "rewards")
+                difference = f"scored twice: {score.reward:.6g} and {again.reward:.6g}"
+                self._note_variation(lease, rollout.group, "the reward", difference, "rewards")
                 break
         if number in self._varies:
             raise Rejected(Reason.ENVIRONMENT_ERROR, self._varies[number])
@@ -459,8 +459,8 @@ class Verifier:
             except Rejected as other:
                 again = other.detail
             if again != fault.detail:
-                told = f"played twice: {fault.detail}; {again}"
-                self._note_variation(lease, rollout.group, "the conversation", told, "tools")
+                difference = f"played twice: {fault.detail}; {again}"
+                self._note_variation(lease, rollout.group, "the conversation", difference, "tools")
                 break
         if number in self._varies:
             raise Rejected(Reason.ENVIRONMENT_ERROR, self._varies[number])
@@ -476,11 +476,13 @@ class Verifier:
         except EnvironmentFailed as error:
             raise Rejected(Reason.ENVIRONMENT_ERROR, str(error)) from error
 
-    def _note_variation(self, lease: Lease, group: int, what: str, told: str, key: str) -> None:
+    def _note_variation(
+        self, lease: Lease, group: int, what: str, difference: str, key: str
+    ) -> None:
         """Record that an environment is not deterministic: no worker is blamed for that any more."""
         name, task = environment_of(self._run, lease).name, lease.tasks[group].index
         self._varies[lease.environment] = (
-            f"{what} of {name!r} is not deterministic (a rollout of task {task} was {told}): set its "
+            f"{what} of {name!r} is not deterministic (a rollout of task {task} was {difference}): set its "
             f"deterministic_{key} = false in a new run"
         )
         logger.error("%s", self._varies[lease.environment])
@@ -490,11 +492,11 @@ class Verifier:
     async def _audit(self, work: PendingVerdict) -> None:
         """Audit the rollouts that the challenge picks, and all others once one of these is rejected."""
         passed, challenge = work.passed, work.arrival.challenge
-        drawn = [scored for scored in passed if is_audited(challenge, *scored.place, work.rate)]
-        await self._audit_these(drawn, work)
+        sample = [scored for scored in passed if is_audited(challenge, *scored.place, work.rate)]
+        await self._audit_these(sample, work)
         # Also if an audit failed: a worker that can make audits fail must not be paid for the others.
-        if len(work.without_rejected(drawn)) < len(drawn):
-            places = {scored.place for scored in drawn}
+        if len(work.without_rejected(sample)) < len(sample):
+            places = {scored.place for scored in sample}
             rest = [scored for scored in passed if scored.place not in places]
             await self._audit_these(rest, work)
 
@@ -540,9 +542,9 @@ class Verifier:
             answer, self._reading = self._reading.result(), None
             self._keep_readings(answer, calibration, work)
         sound: list[AuditTarget] = []
-        for target, found in zip(call.chosen, measured, strict=True):
-            numbers = [branch for branch in found if isinstance(branch, Measured)]
-            whole = len(numbers) == len(found)
+        for target, branches in zip(call.chosen, measured, strict=True):
+            numbers = [branch for branch in branches if isinstance(branch, Measured)]
+            whole = len(numbers) == len(branches)
             if whole and not first_above(evidence(target.rollout, numbers), reject):
                 sound.append(target)
         newest = max((max(claimed_versions(target.rollout)) for target in sound), default=0)
@@ -565,19 +567,19 @@ class Verifier:
         items = [item for target in chosen for item in target.items]
         try:
             answers = iter(await readings.envelope.measure(items, call.states))
-            found: list[Reference] = []
+            references: list[Reference] = []
             for target in chosen:
                 measured = [next(answers) for _ in target.items]
                 numbers = [branch for branch in measured if isinstance(branch, Measured)]
                 if len(numbers) == len(measured):
-                    seen = evidence(target.rollout, numbers)
+                    measures = evidence(target.rollout, numbers)
                     version = max(claimed_versions(target.rollout))
-                    found.append(Reference(self._run.trainer, version, seen))
-            if readings.calibration.gathered(ENVELOPE) + len(found) >= ENOUGH:
+                    references.append(Reference(self._run.trainer, version, measures))
+            if readings.calibration.gathered(ENVELOPE) + len(references) >= ENOUGH:
                 await readings.envelope.rest()
         except EngineError as error:
             return _ReadingAnswer(len(chosen), fault=str(error))
-        return _ReadingAnswer(len(chosen), found)
+        return _ReadingAnswer(len(chosen), references)
 
     def _keep_readings(
         self, answer: _ReadingAnswer, calibration: SelfCalibration, work: PendingVerdict
@@ -588,18 +590,18 @@ class Verifier:
                 answer.fault, work.conditions, asked=answer.asked
             )
             return
-        work.conditions, made = calibration.read(
+        work.conditions, bounds = calibration.read(
             answer.readings, work.conditions, asked=answer.asked
         )
         work.audited.readings += answer.readings
-        work.audited.envelope = made or work.audited.envelope
+        work.audited.envelope = bounds or work.audited.envelope
 
     def _call(self, passed: Sequence[RescoredRollout], work: PendingVerdict) -> AuditCall:
-        """Make the audit call for some of those that passed."""
-        arrival, lease, held = work.arrival, work.lease, work.states
+        """Make the audit call for some of the rollouts that passed."""
+        arrival, lease, states = work.arrival, work.lease, work.states
         sampling = environment_of(self._run, lease).sampling
         claimed = {version for scored in passed for version in claimed_versions(scored.rollout)}
-        before = [v for v in sorted(claimed) if v - 1 in held]
+        before = [v for v in sorted(claimed) if v - 1 in states]
         # with exact numerics other weights show in the distance alone
         compares = before and self._run.proofs.numerics != "exact" and self._comparisons.due()
         others = {v: [v - 1] for v in before} if compares else {}
@@ -625,7 +627,7 @@ class Verifier:
             node=arrival.node,
             challenge=arrival.challenge,
             chosen=chosen,
-            states={version: held[version] for version in sorted(wanted)},
+            states={version: states[version] for version in sorted(wanted)},
             others=others,
             contract=work.conditions.contract,
             by_trainer=work.conditions.by_trainer,
@@ -645,20 +647,20 @@ class Verifier:
                 rollout, Reason.BAD_PROOF if worst.proof else Reason.AUDIT_FAILED, worst.detail
             )
             return
-        found = evidence(rollout, numbers)
+        measures = evidence(rollout, numbers)
         text = hash(tuple(tuple(branch.token_ids) for branch in rollout.branches))
         if text in work.texts:
-            found = structs.replace(found, means=())
+            measures = structs.replace(measures, means=())
         work.texts.add(text)
-        self._comparisons.note(found.other_policy)
+        self._comparisons.note(measures.other_policy)
         contract = work.conditions.contract
-        judgement = judge(found, contract)
-        work.audited.evidence.append(found)
+        judgement = judge(measures, contract)
+        work.audited.evidence.append(measures)
         work.audited.judgements.append(judgement)
         work.audited.versions.append(max(claimed_versions(rollout)))
         detail = judgement.detail
         if work.plan is not None:
-            attribution = blame(found, judgement, boundary_distances(numbers), contract)
+            attribution = blame(measures, judgement, boundary_distances(numbers), contract)
             work.audited.blames.append(attribution)
             stages = name_stages(attribution, [stage.node for stage in work.plan.stages])
             detail = f"{stages}: {detail}" if stages else detail

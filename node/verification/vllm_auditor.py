@@ -114,7 +114,7 @@ _Prefix = tuple[tuple[float, int, float], *tuple[int, ...]]
 
 
 def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any]) -> EngineConfig:
-    """Make the config of an engine that audits `run`, from one that generates on this machine.
+    """Make the config of an engine that audits `run`, from the config for generation on this machine.
 
     `shape` is the model's config.json. Kernels are those of a worker: dtype, tp and the kernel options of
     `engine.vllm`. Memory is sized for audits: keys and values of the longest text and of two steps, as one is
@@ -215,14 +215,14 @@ class AuditingEngine:
 
     def holds(self, version: int, state: State) -> bool:
         """Return whether the engine computes with this policy now."""
-        held = self._held
-        return held is not None and held.version == version and held.same.matches(state)
+        current = self._held
+        return current is not None and current.version == version and current.same.matches(state)
 
     def order_of(self, versions: Collection[int]) -> list[int]:
-        """Order `versions` for a visit of each: from the end that is nearer to the held one, step by step."""
-        found = sorted(versions)
-        held = -1 if self._held is None else self._held.version
-        return found[::-1] if abs(held - found[-1]) < abs(held - found[0]) else found
+        """Sort `versions`, beginning at the end that is nearer to the held one."""
+        order = sorted(versions)
+        current = -1 if self._held is None else self._held.version
+        return order[::-1] if abs(current - order[-1]) < abs(current - order[0]) else order
 
     async def start(self, model_dir: Path) -> None:
         """Start vLLM, without weights. Raises EngineError, UsageError."""
@@ -239,7 +239,7 @@ class AuditingEngine:
                 await self._switch(number, step)
 
     def _steps(self, version: int, state: State) -> list[tuple[int, State]]:
-        """Return the versions to switch to in turn: where neighbours in a history differ is known."""
+        """Return the versions to switch to in turn: the differences of neighbours in a history are known."""
         old = None if self._held is None or self._policy.base else self._held.state()
         if old is None:
             return [(version, state)]
@@ -247,11 +247,11 @@ class AuditingEngine:
         later = between(old, state)[1:] or [state]
         step = 1 if version > self._held.version else -1
         first = version - step * (len(later) - 1)
-        return [(first + step * place, one) for place, one in enumerate(later)]
+        return [(first + step * place, next_state) for place, next_state in enumerate(later)]
 
     async def _switch(self, version: int, state: State) -> None:
         before = self._held
-        found, changed = await asyncio.to_thread(self._prepare, before, version, state)
+        target, changed = await asyncio.to_thread(self._prepare, before, version, state)
         self._held, self.is_unsure = None, True
         try:
             if changed is None:
@@ -263,25 +263,27 @@ class AuditingEngine:
         except EngineError:
             self._held, self.is_unsure = before, False  # it does not fit: nothing was written
             raise
-        self._held, self.is_unsure = found, False
+        self._held, self.is_unsure = target, False
 
     async def read(self, requests: Sequence[PrefillRequest], timeout_s: float) -> list[Rows]:
         """Measure texts under the held policy. Raises the errors of EngineChild.prefill()."""
-        return [read_rows(one) for one in await self.child.prefill(requests, timeout_s)]
+        return [read_rows(answer) for answer in await self.child.prefill(requests, timeout_s)]
 
     def _prepare(
         self, before: _Held | None, version: int, state: State
     ) -> tuple[_Held, Changed | None]:
         """Return the policy to hold, and its differences from the held one; None: everywhere."""
-        found = _Held.of(version, state)
+        target = _Held.of(version, state)
         # adapters are merged anew without a search for changes: there is no generation to interrupt
         if self._policy.base or before is None:
-            return found, None
+            return target, None
         old = before.state()
         if old is None or layout(old) != layout(state):
-            return found, None
+            return target, None
         known = known_changes(old, state)
-        return found, changes(old, state, threads=memory_threads()) if known is None else known
+        if known is None:
+            known = changes(old, state, threads=memory_threads())
+        return target, known
 
 
 # -- items -----------------------------------------------------------------------------------------
@@ -318,13 +320,13 @@ class _Text:
     @cached_property
     def places(self) -> Numbers:
         """Positions of the sampled tokens [S]."""
-        return np.concatenate([np.arange(one.start, one.end) for one in self.item.replies])
+        return np.concatenate([np.arange(reply.start, reply.end) for reply in self.item.replies])
 
     @cached_property
     def claims(self) -> Claims:
         """Claims of the sampled tokens [S]."""
         item, places = self.item, self.places
-        seeds = np.repeat(np.array([one.seed for one in item.replies], np.int64), self.counts)
+        seeds = np.repeat(np.array([reply.seed for reply in item.replies], np.int64), self.counts)
         text = np.array(item.token_ids, np.int64)[places]
         tokens = np.array(item.drawn, np.int64) if item.drawn else text
         routes = np.frombuffer(item.routes or bytes(len(places) * self.route_bytes), np.uint8)
@@ -407,22 +409,22 @@ class _Text:
         return (item.temperature, item.top_k, item.top_p), *self.lead(place)
 
     def request(self, lead: list[int], claims: Claims, salt: str = "") -> PrefillRequest:
-        """Ask for measurements of `claims`, to which `lead` led."""
+        """Make the request for measurements of `claims`, which follow the tokens `lead`."""
         item, width = self.item, claims["support"].shape[1]
         return PrefillRequest(
             lead, claims.tobytes(), item.temperature, salt, item.top_k, item.top_p, width
         )
 
     def request_kept(self, part: "_KeptPart", salt: str) -> PrefillRequest:
-        """Ask for the measurements of a part, after that of the token before it, if its block was kept.
+        """Make the request for a part's measurements, after the token's before it, if its block was kept.
 
-        The latter must not be computed: what was kept is in the cache.
+        That token must not be computed again: it is in the cache.
         """
         claims, places = self.stating(part.tokens), self.places[part.tokens]
-        kept = 0 if part.is_first else (int(places[0]) - 1) // KV_BLOCK * KV_BLOCK
-        if kept:
+        start = 0 if part.is_first else (int(places[0]) - 1) // KV_BLOCK * KV_BLOCK
+        if start:
             before = claims[:1].copy()
-            before["places"], before["drawn"], before["routed"] = kept, False, False
+            before["places"], before["drawn"], before["routed"] = start, False, False
             claims = np.concatenate([before, claims])
         return self.request(self.lead(int(places[-1])), claims, salt)
 
@@ -432,12 +434,12 @@ class _Text:
 
     def own(self) -> Rows:
         """Return the measurements of each token under the version that it claims."""
-        found = self.kept
+        merged = self.kept
         for version in sorted(self.item.claimed & self.rows.keys()):
             rows, own = self.rows[version], (self.versions == version) & self.anew
-            found = rows if found is None else np.where(own[:, None], rows, found)
-        assert found is not None  # it is_read
-        return found
+            merged = rows if merged is None else np.where(own[:, None], rows, merged)
+        assert merged is not None  # it is_read
+        return merged
 
 
 class _KeptPart(NamedTuple):
@@ -451,7 +453,7 @@ class _KeptPart(NamedTuple):
 
 
 class _KeptRead(NamedTuple):
-    """A part to read, and what its reply's blocks are found by."""
+    """A part to read, and the salt by which its reply's blocks are found."""
 
     text: _Text
     part: _KeptPart
@@ -460,17 +462,17 @@ class _KeptRead(NamedTuple):
 
 def _kept_parts(versions: Numbers, counts: Sequence[int]) -> list[_KeptPart]:
     """List the parts of the replies with several versions; `counts` are the tokens of each reply."""
-    found: list[_KeptPart] = []
+    parts: list[_KeptPart] = []
     end = 0
     for count in counts:
         start, end = end, end + count
         edges = [start, *(start + 1 + np.flatnonzero(np.diff(versions[start:end]))), end]
         if len(edges) > 2:
-            found += [
+            parts += [
                 _KeptPart(int(versions[first]), slice(int(first), int(last)), first == start)
                 for first, last in pairwise(edges)
             ]
-    return found
+    return parts
 
 
 @dataclass(frozen=True)
@@ -497,7 +499,7 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
         [rows[:, PROJECTED:] for rows in own],
         [[text.rows[version][:, PROJECTED:] for version in text.item.others] for text in texts],
     )
-    found = summarize(
+    measured = summarize(
         [rows[:, MARGIN] for rows in own],
         [text.item.logprobs for text in texts],
         [rows[:, LOGPROB] for rows in own],
@@ -505,40 +507,40 @@ def sum_up(texts: Sequence[_Text]) -> list[Measured]:
     )
     routes = [routing(rows[:, ROUTING:PROJECTED]) for rows in own]
     return [
-        structs.replace(one, routing=share, routing_max=margin)
-        for one, (share, margin) in zip(found, routes, strict=True)
+        structs.replace(branch, routing=share, routing_max=margin)
+        for branch, (share, margin) in zip(measured, routes, strict=True)
     ]
 
 
 def shared_heads(texts: Sequence[_Text], ends: Sequence[int]) -> dict[int, list[int]]:
-    """Group texts of equal sampling and prefix: number of the first -> those of the others.
+    """Group texts of equal sampling and prefix: number of the first text -> numbers of the others.
 
     The prefix is all that comes before the first claimed position. vLLM computes it for the first text, and
-    takes it from its cache for the others. A text with a single position to read (`ends`: positions of each
-    text) never shares another's prefix.
+    takes it from its cache for the others. `ends` counts the claimed positions that are read of each text; a
+    text with only one of them takes no other's prefix.
     """
     first: dict[_Prefix, int] = {}
-    found: dict[int, list[int]] = {}
+    followers: dict[int, list[int]] = {}
     for number, text in enumerate(texts):
         leader = first.setdefault(text.prefix(text.item.replies[0].start), number)
         if leader != number and ends[number] > 1:
-            found.setdefault(leader, []).append(number)
-    return found
+            followers.setdefault(leader, []).append(number)
+    return followers
 
 
-def _by_tokens(ones: Iterable[T], tokens: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Split `ones` in order into parts of up to `most` tokens, or of a single one.
+def _by_tokens(items: Iterable[T], tokens: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Split `items` in order into parts of up to `most` tokens, or of a single item.
 
-    `tokens` counts those of one.
+    `tokens` counts the tokens of an item.
     """
     part: list[T] = []
     sum_of_part = 0
-    for one in ones:
-        if part and sum_of_part + tokens(one) > most:
+    for item in items:
+        if part and sum_of_part + tokens(item) > most:
             yield part
             part, sum_of_part = [], 0
-        part.append(one)
-        sum_of_part += tokens(one)
+        part.append(item)
+        sum_of_part += tokens(item)
     if part:
         yield part
 
@@ -613,8 +615,8 @@ class VllmAuditor:
         texts = [_Text(item, size, keeps) for item in sound]
         async with self._busy:
             await self._measure(texts, states)
-        found = iter([await self._found(text) for text in texts])
-        return [fault or next(found) for fault in faults]
+        measured = iter([await self._found(text) for text in texts])
+        return [fault or next(measured) for fault in faults]
 
     @staticmethod
     async def _found(text: _Text) -> Measured | Unreadable:
@@ -648,7 +650,7 @@ class VllmAuditor:
         return [fault or self._fault(item) for item, fault in zip(items, faults, strict=True)]
 
     def _fault(self, item: AuditItem) -> Unreadable | None:
-        """Explain why a sound item is not for this auditor; None if it is."""
+        """Explain why this auditor cannot take a sound item; None if it can."""
         longest = self._config.max_model_len
         if len(item.token_ids) > longest:
             detail = f"{len(item.token_ids)} tokens, where this run has {longest} at most"
@@ -701,7 +703,7 @@ class VllmAuditor:
         return [None] * len(texts)
 
     def _sum_up(self, texts: Sequence[_Text]) -> None:
-        """Begin to summarize those that were read, while the next ones are."""
+        """Begin to summarize the texts that were read, while the next ones are being read."""
         if done := [text for text in _unsummed(texts) if text.is_read]:
             sums = asyncio.get_running_loop().run_in_executor(self._summing, sum_up, done)
             for number, text in enumerate(done):
@@ -746,7 +748,7 @@ class VllmAuditor:
                 if part.is_first:
                     salt = f"kept {next(self._salts)}"
                 work.setdefault(part.version, []).append(_KeptRead(text, part, salt))
-        for version in sorted(work.keys() | {one for text in texts for one in text.wanted}):
+        for version in sorted(work.keys() | {wanted for text in texts for wanted in text.wanted}):
             await self._hold(engine, version, states[version])
             if version in work:
                 await self._read_kept(engine, work[version])
@@ -776,7 +778,7 @@ class VllmAuditor:
         """
         ends = [text.reach(version) for text in texts]
         heads = shared_heads(texts, ends)
-        followers = {one for numbers in heads.values() for one in numbers}
+        followers = {number for numbers in heads.values() for number in numbers}
         answers: list[Rows] = []
         heads_of: dict[int, Rows] = {}
         prefixes: dict[_Prefix, list[int]] = {}
@@ -785,12 +787,14 @@ class VllmAuditor:
             """Ask for a text, and for the first position of those that share its prefix."""
             text, end = texts[number], ends[number]
             own = text.asked(version, slice(1 if number in followers else 0, end))
-            shared = [texts[one].asked(version, slice(1)) for one in heads.get(number, ())]
+            shared = [
+                texts[follower].asked(version, slice(1)) for follower in heads.get(number, ())
+            ]
             lead = text.lead(int(text.places[end - 1]))
             return text.request(lead, join_claims([own, *shared]) if shared else own)
 
         def take(part: Sequence[Rows]) -> None:
-            """Keep the rows of the next texts; note those that the cache has left out."""
+            """Store the rows of the next texts; note the positions that came from the cache."""
             first = len(answers)
             for number, rows in enumerate(part, start=first):
                 rows, extra = np.split(rows, [ends[number] - (number in followers)])
@@ -824,14 +828,14 @@ class VllmAuditor:
         requests: list[PrefillRequest] = []
         for (_, *lead), numbers in prefixes.items():
             parts = [
-                texts[one].asked(version, not_computed(answers[one]).nonzero()[0])
-                for one in numbers
+                texts[number].asked(version, not_computed(answers[number]).nonzero()[0])
+                for number in numbers
             ]
             salt = f"{next(self._salts)}"
             requests.append(texts[numbers[0]].request(lead, join_claims(parts), salt))
-        found: list[Rows] = []
-        await self._ask(engine, requests, found.extend)
-        for numbers, rows in zip(prefixes.values(), found, strict=True):
+        reread: list[Rows] = []
+        await self._ask(engine, requests, reread.extend)
+        for numbers, rows in zip(prefixes.values(), reread, strict=True):
             start = 0
             for number in numbers:
                 missing = not_computed(answers[number])
@@ -850,7 +854,9 @@ class VllmAuditor:
         try:
             async with asyncio.TaskGroup() as tasks:
                 reading: list[tuple[asyncio.Task[list[Rows]], int]] = []
-                for part in _by_tokens(requests, lambda one: len(one.token_ids), PART_TOKENS):
+                for part in _by_tokens(
+                    requests, lambda request: len(request.token_ids), PART_TOKENS
+                ):
                     answer = tasks.create_task(engine.read(part, self._timeout_s))
                     reading.append((answer, len(part)))
                     await asyncio.sleep(0)  # it is sent

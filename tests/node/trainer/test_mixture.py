@@ -168,7 +168,11 @@ async def test_an_environment_of_which_no_prompt_fits_ends_the_run_with_a_line(
                 (i for i in range(9) if i not in out), None
             )
         supply = TaskSupply(Long(lambda index: True), front.book, longest=99)
-        said = "no prompt of its 9 left fits" if drawn else "none of 4096 prompts in a row fits"
+        said = (
+            "none of its 9 remaining prompts fits"
+            if drawn
+            else "none of 4096 prompts in a row fits"
+        )
         with pytest.raises(EnvironmentFailed, match=f"{said} into 99 tokens .training.seq_len"):
             await supply.run(front.scheduler)
     finally:

@@ -163,7 +163,7 @@ def test_what_is_suspect_comes_before_what_is_rejected() -> None:
 def test_built_in_bounds_in_bf16_are_refused_where_draws_are_truncated() -> None:
     """Honest supports of SmolLM2 have margins of 0.011 in the mean, the bound to suspect is 0.012."""
     asked: dict[str, Any] = {"verification": {"bounds": "built-in"}, "sampling": {"top_p": 0.9}}
-    with pytest.raises(UsageError, match="built-in are of draws from all tokens"):
+    with pytest.raises(UsageError, match="built-in is for draws from all tokens"):
         proof_contract(RunConfig.model_validate({**asked, "engine": {"dtype": "bfloat16"}}))
     assert proof_contract(RunConfig.model_validate({**asked, "engine": {"dtype": "float32"}}))
 
