@@ -148,26 +148,28 @@ def check_engine(config: "NodeConfig | EvalConfig", *, proven: bool = True) -> N
 def check_model(config: "RunConfig | SftConfig") -> list[str]:
     """Raise UsageError for a model that the trainer cannot compute exactly, also before a dry run.
 
-    So do monitors that cannot work, and groups of one. The model that the loss compares with is checked, too.
-    Returns lines that a dry run is to show.
+    Also refuses monitors that cannot work and groups of one rollout, and checks the loss's reference model.
+    Returns lines for a dry run to show.
     """
     from ..node.config.run import ModelConfig, RunConfig
     from ..node.ops.monitors import check_monitors
     from ..node.reports.doctor import check_trainable
 
     check_monitors(config.monitors)
-    for one in config.mixture if isinstance(config, RunConfig) else ():
-        if one.group_size < 2:
+    for environment in config.mixture if isinstance(config, RunConfig) else ():
+        if environment.group_size < 2:
             raise UsageError(
-                f"rollouts.group_size of {one.name} is 1: a rollout alone is compared with nothing, and "
-                "nothing is learned from it: set it to 2 or more"
+                f"rollouts.group_size of {environment.name} is 1: a rollout alone is compared with "
+                "nothing, and nothing is learned from it: set it to 2 or more"
             )
     notes = check_trainable(config.model, config.training.seq_len)
     teacher = config.training.loss.reference
     if teacher is None:
         return notes
     if not teacher.is_dir():
-        raise UsageError(f"training.loss.reference: {teacher} is no directory: give a model's")
+        raise UsageError(
+            f"training.loss.reference: {teacher} is not a directory: give the directory of a model"
+        )
     check_trainable(ModelConfig(name=str(teacher)), config.training.seq_len)
     return notes
 
@@ -191,8 +193,8 @@ def check_found(config: "RunConfig | SftConfig") -> None:
         return
     check_device("engine.device", config.engine.device)
     check_auditor(config)
-    for one in config.mixture:
-        find_package(one.id)
+    for environment in config.mixture:
+        find_package(environment.id)
     check_free(config)
     if config.clean and not config.goes_on and config.run_dir.exists():
         from ..node.app.factories import try_environments
@@ -205,30 +207,30 @@ def check_free(config: "NodeConfig", api: "ApiConfig | None" = None) -> None:
     from ..node.errors import BusyError
     from ..node.reports.doctor import check_api_port, check_ports
 
-    taken = os.strerror(errno.EADDRINUSE)
+    in_use = os.strerror(errno.EADDRINUSE)
     for port in [*check_ports(config), *([check_api_port(api)] if api is not None else [])]:
         if port.state == "problem":
-            kind = BusyError if port.found.endswith(taken) else UsageError
+            kind = BusyError if port.found.endswith(in_use) else UsageError
             raise kind(f"{port.name} {port.found}: {port.advice}")
 
 
 def show_environments(config: "NodeConfig | EvalConfig", *, as_json: bool = False) -> None:
-    """Say after a dry run, a comment each, which of a run's environments are not installed here, and how their
+    """Print, as comments after a dry run, which of a run's environments are not installed here, and how their
     code is confined."""
     from ..node.config.evaluation import EvalConfig
     from ..node.reports.doctor import check_environments, check_sandbox
 
     environments = [] if isinstance(config, EvalConfig) else check_environments(config)
-    lines = [f"{one.name}: {one.advice}" for one in environments if one.state != "ok"]
-    for one in check_sandbox(config):
-        lines.append(f"{one.name}: {one.advice if one.state == 'problem' else one.found}")
+    lines = [f"{check.name}: {check.advice}" for check in environments if check.state != "ok"]
+    for check in check_sandbox(config):
+        lines.append(f"{check.name}: {check.advice if check.state == 'problem' else check.found}")
     show_notes(lines, as_json=as_json)
 
 
 def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool = False) -> None:
-    """Say after a dry run, a comment each, which parts of a conversation the chat template leaves out.
+    """Print, as comments after a dry run, which parts of a conversation the chat template leaves out.
 
-    Raises UsageError for one that cannot be used.
+    Raises UsageError for a template that cannot be used.
     """
     from ..node.config.evaluation import EvalConfig
     from ..node.config.run import RunConfig
@@ -236,7 +238,7 @@ def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool
 
     models = config.models if isinstance(config, EvalConfig) else [config.model.name]
     environments = config.mixture if isinstance(config, RunConfig) else ()
-    variables = [one.chat_template_kwargs for one in environments] or [{}]
+    variables = [environment.chat_template_kwargs for environment in environments] or [{}]
     for check in (check for model in models for check in check_template(model, variables)):
         if check.state == "problem":
             raise UsageError(check.advice)
@@ -247,7 +249,7 @@ def show_template(config: "RunConfig | SftConfig | EvalConfig", *, as_json: bool
 
 
 def default_data_dir() -> Path:
-    """Return the data directory of a node that is given none."""
+    """Return the default data directory of a node."""
     return home_directory() / ".primerl"
 
 
@@ -278,7 +280,7 @@ def given_node(data_dir: Path) -> Path:
 
 
 def nodes_here() -> "list[RunningEntry]":
-    """List the nodes of this user that run on this machine, one at least. Raises NetworkError."""
+    """List this user's running nodes on this machine. Raises NetworkError if there are none."""
     from ..node.errors import NetworkError
     from ..node.ops.control import RunningEntry, running
     from ..node.storage.run_files import socket_path
@@ -298,7 +300,7 @@ def nodes_here() -> "list[RunningEntry]":
 def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
     """Find the data directory of the node to end: the one that runs here, else the one that the user chooses.
 
-    The nodes that `rl` started for a run are one choice, its trainer, whose end is theirs. Raises NetworkError,
+    The nodes that `rl` started for a run are one choice, their trainer: they end with it. Raises NetworkError,
     and UsageError where several run and there is nobody to ask.
     """
     if data_dir is not None:
@@ -307,30 +309,30 @@ def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
     if len(choices) == 1:
         return Path(choices[0].data_dir)
     if not (ask and sys.stdin.isatty() and sys.stdout.isatty()):
-        named = " or ".join(f"--data-dir {shlex.quote(one.data_dir)}" for one in choices)
+        named = " or ".join(f"--data-dir {shlex.quote(entry.data_dir)}" for entry in choices)
         raise UsageError(f"{len(choices)} nodes run here, say which one to stop: {named}")
-    for number, one in enumerate(choices, 1):
-        typer.echo(f"{number}  {one.role:<10} {_shortened(Path(one.data_dir))}  {one.run}")
+    for number, entry in enumerate(choices, 1):
+        typer.echo(f"{number}  {entry.role:<10} {_shortened(Path(entry.data_dir))}  {entry.run}")
     answer = typer.prompt(
         f"which one to stop, 1 to {len(choices)} (nothing: none)", default="", show_default=False
     )
     if answer.strip() not in map(str, range(1, len(choices) + 1)):
-        raise UsageError("none was chosen, and none is stopped")
+        raise UsageError("no node was chosen, so none is stopped")
     return Path(choices[int(answer) - 1].data_dir)
 
 
 def _runs(entries: "list[RunningEntry]") -> "list[RunningEntry]":
-    """Leave out the workers that `rl` runs beside one of these trainers: it started them, and ends them."""
+    """Leave out the workers that `rl` runs beside one of these trainers: `rl` ends them itself."""
     from ..node.storage.run_files import SETTINGS, WORKER
 
-    trainers = {Path(one.data_dir).parent for one in entries if one.role == "trainer"}
+    trainers = {Path(entry.data_dir).parent for entry in entries if entry.role == "trainer"}
 
-    def is_of_rl(one: "RunningEntry") -> bool:
-        data_dir = Path(one.data_dir)
+    def is_of_rl(entry: "RunningEntry") -> bool:
+        data_dir = Path(entry.data_dir)
         named = WORKER.fullmatch(data_dir.name) and data_dir.parent in trainers
         return bool(named) and (data_dir / SETTINGS).is_file()
 
-    return [one for one in entries if not is_of_rl(one)]
+    return [entry for entry in entries if not is_of_rl(entry)]
 
 
 def _shortened(path: Path) -> Path:
@@ -358,8 +360,8 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     Raises Interrupted when SIGINT, SIGTERM or SIGHUP ended it; a line says how to go on with a run that is left
     in `run_dir`. Raises UsageError for a user without a home directory.
 
-    SIGHUP says that the terminal is closed, often more than once: it never kills, nor does it anything where it
-    was ignored at the start, as under nohup; then a terminal that is gone takes what is printed in silence.
+    SIGHUP means that the terminal was closed, and may come more than once: it never kills. Where it was ignored
+    at the start, as under nohup, it has no effect, and output to the closed terminal is dropped.
     """
     received: list[int] = []
     terminals = [number for number in (1, 2) if os.isatty(number)]
@@ -412,7 +414,7 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
 
 
 class _Terminal(io.FileIO):
-    """A terminal that goes on as /dev/null once it is closed: nothing tells a program that ignores SIGHUP."""
+    """A terminal that becomes /dev/null once it is closed, for programs that ignore SIGHUP."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
         try:
@@ -425,7 +427,7 @@ class _Terminal(io.FileIO):
 
 
 def _outliving(stream: TextIO) -> TextIO:
-    """Return a stream to the same terminal that outlives it; `stream` itself if it is none."""
+    """Return a stream that survives the closing of its terminal; `stream` itself if it is no terminal."""
     if not stream.isatty():
         return stream
     stream.flush()
@@ -434,7 +436,7 @@ def _outliving(stream: TextIO) -> TextIO:
 
 
 def _write_nowhere(terminals: Sequence[int]) -> None:
-    """Let what is printed to these files go nowhere: an error of a closed terminal would cut the end short."""
+    """Redirect these files to /dev/null: an error of a closed terminal would cut the shutdown short."""
     for number in terminals:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
@@ -492,7 +494,7 @@ def keys_help(cls: "type[BaseModel]", width: int = WIDEST) -> str:
     docs: Docs = {}
     for source in _sources(cls):
         tree = ast.parse(source.read_text())
-        for node in (one for one in tree.body if isinstance(one, ast.ClassDef)):
+        for node in (statement for statement in tree.body if isinstance(statement, ast.ClassDef)):
             for field, below in pairwise(node.body):
                 match field, below:
                     case (
@@ -518,13 +520,13 @@ def _sources(cls: "type[BaseModel]") -> set[Path]:
     from ..node.config.loader import model_in
 
     package = __name__.partition(".")[0] + "."
-    found = {
+    files = {
         Path(inspect.getfile(base)) for base in cls.__mro__ if base.__module__.startswith(package)
     }
     for field in cls.model_fields.values():
         if (inner := model_in(field.annotation)) is not None:
-            found |= _sources(inner)
-    return found
+            files |= _sources(inner)
+    return files
 
 
 def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") -> Iterator[str]:
@@ -551,7 +553,7 @@ def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") 
         default = _default(", ".join(value) if many is dict else value)
         yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"
         yield f"{INDENT}{meaning} {default}".rstrip()
-    for title, prefix, inner, flag in sorted(sections, key=lambda one: not one[3]):
+    for title, prefix, inner, flag in sorted(sections, key=lambda section: not section[3]):
         yield title
         yield from _section(inner, prefix, docs, flag)
 
@@ -567,7 +569,7 @@ def _default(value: Any) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """Say how a value of this type is written."""
+    """Describe how a value of this type is written."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return "|".join(str(arg) for arg in args)

@@ -60,7 +60,7 @@ def run(
     checks = doctor.examine(config, os.environ, needed=2 * shape.parameters if shape else 0)
     if model is not None:
         checks.append(doctor.check_model(model, config.training.seq_len))
-        variables = [one.chat_template_kwargs for one in config.mixture]
+        variables = [environment.chat_template_kwargs for environment in config.mixture]
         checks.extend(doctor.check_template(config.model.name, variables))
         if config.engine.type == "vllm":
             here = gpu_memory is None

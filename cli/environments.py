@@ -189,7 +189,7 @@ def run_test(
             args=_options("--args", args, {"digits": 6}),
             max_turns=max_turns,
             timeout_s=timeout_s,
-            start_timeout_s=limit_s / 3,  # the limit of all names no line of code
+            start_timeout_s=limit_s / 3,  # its error names a line of code, unlike that of limit_s
             deterministic_rewards=not sampled_rewards,
             deterministic_tools=not sampled_tools,
             judge=_judge(judge) if judge else None,
@@ -233,12 +233,12 @@ def _options(flag: str, text: str, example: dict[str, Any]) -> dict[str, Any]:
 
     shown = f"for example '{to_json(example)}'"
     try:
-        found = json.loads(text)
+        options = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} is no JSON ({error}): {shown}") from error
-    if not isinstance(found, dict):
+    if not isinstance(options, dict):
         raise UsageError(f"{flag} is a JSON object, {shown}")
-    return found
+    return options
 
 
 def _judge(text: str) -> "JudgeConfig":
@@ -249,16 +249,16 @@ def _judge(text: str) -> "JudgeConfig":
 
     example = {"url": "http://127.0.0.1:8000/v1", "model": "grader"}
     try:
-        found = JudgeConfig.model_validate(_options("--judge", text, example))
+        judge = JudgeConfig.model_validate(_options("--judge", text, example))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UsageError(
             f"--judge: {where}: {first['msg'].removeprefix('Value error, ')}"
         ) from error
-    if not found.url:
+    if not judge.url:
         raise UsageError(f"--judge has no url: for example '{to_json(example)}'")
-    return found
+    return judge
 
 
 def _report(tried: "EnvironmentTrial", *, show: bool, as_json: bool) -> None:
@@ -269,9 +269,9 @@ def _report(tried: "EnvironmentTrial", *, show: bool, as_json: bool) -> None:
 
     failed = [check for check in tried.checks if check.problem]
     if as_json:
-        rollouts = [asdict(one) for one in tried.rollouts] if show else []
-        found = {"passed": not failed, "checks": [asdict(one) for one in tried.checks]}
-        typer.echo(to_json(found | {"rollouts": rollouts} if show else found, indent=2))
+        rollouts = [asdict(rollout) for rollout in tried.rollouts] if show else []
+        findings = {"passed": not failed, "checks": [asdict(check) for check in tried.checks]}
+        typer.echo(to_json(findings | {"rollouts": rollouts} if show else findings, indent=2))
     else:
         from rich.markup import escape
 

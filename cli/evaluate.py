@@ -136,21 +136,21 @@ def results_table(cells: Sequence["Cell"]) -> "Table":
     from .tables import fitted
 
     tries = _tries(cells)
-    passes = [f"pass@{one}" for one in tries]
+    passes = [f"pass@{j}" for j in tries]
     names = ("PROMPTS", "avg@k", *passes, "CUT", "FAILED", "TOKENS")
     rows: list[Sequence[str]] = []
     for cell in sorted(cells, key=lambda cell: cell.environment):
-        told = cell.figures
-        found = [told.passes.get(one) for one in tries]
+        figures = cell.figures
+        estimates = [figures.passes.get(j) for j in tries]
         row = (
             cell.environment,
             cell.model,
-            f"{told.prompts} x {told.samples}",
-            estimate(told.avg),
-            *(estimate(one) if one else "-" for one in found),
-            f"{told.truncated:.1%}",
-            f"{told.failed:.1%}",
-            f"{told.completion_mean:.1f}",
+            f"{figures.prompts} x {figures.samples}",
+            estimate(figures.avg),
+            *(estimate(mean) if mean else "-" for mean in estimates),
+            f"{figures.truncated:.1%}",
+            f"{figures.failed:.1%}",
+            f"{figures.completion_mean:.1f}",
         )
         rows.append(row)
     drop = ("TOKENS", "PROMPTS", "CUT", *passes[:-1], "FAILED")
@@ -162,20 +162,20 @@ def _tries(cells: Sequence["Cell"]) -> list[str]:
     """Choose the j of pass@j that are shown, ascending."""
     known = sorted({int(tries) for cell in cells for tries in cell.figures.passes})
     shown = known if len(known) <= MOST_TRIES else [*known[: MOST_TRIES - 1], known[-1]]
-    return [str(one) for one in shown]
+    return [str(j) for j in shown]
 
 
-def estimate(one: "Estimate") -> str:
+def estimate(mean: "Estimate") -> str:
     """Format a mean and its interval."""
-    if one.low is None or one.high is None:
-        return f"{one.value:.3f}"
-    return f"{one.value:.3f} ({one.low:.3f}-{one.high:.3f})"
+    if mean.low is None or mean.high is None:
+        return f"{mean.value:.3f}"
+    return f"{mean.value:.3f} ({mean.low:.3f}-{mean.high:.3f})"
 
 
 def remarks(cells: Sequence["Cell"]) -> list[str]:
     """Explain the intervals, and list the reasons of failed rollouts."""
     methods = {
-        one.method for cell in cells for one in (cell.figures.avg, *cell.figures.passes.values())
+        mean.method for cell in cells for mean in (cell.figures.avg, *cell.figures.passes.values())
     }
     means = {
         "exact": "Clopper-Pearson where every prompt has 0 or 1",

@@ -53,7 +53,7 @@ def run(
 ) -> None:
     """Explain a verdict: the failed check, the measurements, what they prove, and where to look.
 
-    Without an argument the latest with rejections, or, where nothing was rejected, the latest.
+    Without an argument: the latest verdict with rejections, or the latest if nothing was rejected.
     Reads the ledger of a worker or of a trainer; needs no network, and the node may run or be gone. The
     trainer's signature is checked first.
 
@@ -71,15 +71,15 @@ def run(
 
     directory = _directory(data_dir)
     validator = None if everything else explain.standing(directory, verdict.strip())
-    found = explain.listed(directory, last, verdict.strip()) if everything else None
+    verdicts = explain.listed(directory, last, verdict.strip()) if everything else None
     shown = explain.explain(directory, verdict.strip()) if not (everything or validator) else None
     if as_json:
-        encoded = msgspec.json.encode(validator or (shown if found is None else found))
+        encoded = msgspec.json.encode(validator or (shown if verdicts is None else verdicts))
         typer.echo(msgspec.json.format(encoded).decode())
     elif validator is not None:
         write(validator_standing(validator))
     elif shown is None:
-        write(verdict_list(found or ()))
+        write(verdict_list(verdicts or ()))
     else:
         if not verdict.strip() and not shown.rejected:
             write("nothing was rejected; the latest accepted submission:\n")
@@ -125,15 +125,15 @@ def verdict_list(lines: "Sequence[VerdictLine]") -> Any:
     return fitted(names, rows, right=right, elastic=("REASON",), drop=("AUDITED", "NO"))
 
 
-def validator_standing(found: "ValidatorStanding") -> Any:
-    """Draw how far the trainer believes a validator."""
+def validator_standing(standing: "ValidatorStanding") -> Any:
+    """Draw how far the trainer trusts a validator."""
     from rich.console import Group
 
     from .tables import label_table
 
-    facts = [("validator", found.id), *_standing_facts(found)]
-    if found.passed:
-        names = ", ".join(one[:SHORT] for one in found.passed[-MAX_ROWS:])
+    facts = [("validator", standing.id), *_standing_facts(standing)]
+    if standing.passed:
+        names = ", ".join(worker[:SHORT] for worker in standing.passed[-MAX_ROWS:])
         facts.append(("covered for", f"{names}: the trainer measures their work itself"))
     note = (
         "The trainer measures by itself a share of what a validator calls clean, and whatever it does not call "
@@ -142,57 +142,60 @@ def validator_standing(found: "ValidatorStanding") -> Any:
     return Group(label_table(facts), "", _folded(note))
 
 
-def _standing_facts(found: "ValidatorStanding") -> list[tuple[str, str]]:
-    again = found.compared + found.rechecked
+def _standing_facts(standing: "ValidatorStanding") -> list[tuple[str, str]]:
+    again = standing.compared + standing.rechecked
     return [
-        ("measured", f"{found.rollouts} rollouts in {found.jobs} jobs"),
+        ("measured", f"{standing.rollouts} rollouts in {standing.jobs} jobs"),
         (
             "measured again",
-            f"{again}: {found.compared} drawn by lot, {found.rechecked} that it did not call clean; "
-            f"{found.overturned} judged otherwise",
+            f"{again}: {standing.compared} drawn by lot, {standing.rechecked} that it did not call clean; "
+            f"{standing.overturned} judged differently",
         ),
-        ("standing", f"disqualified: {found.disqualified}" if found.disqualified else "believed"),
+        (
+            "standing",
+            f"disqualified: {standing.disqualified}" if standing.disqualified else "believed",
+        ),
     ]
 
 
-def explanation(found: "Explanation") -> Any:
+def explanation(verdict: "Explanation") -> Any:
     """Draw a verdict: the facts, a paragraph for each reason, the evidence, and the stages."""
     from rich.console import Group
 
     from .tables import label_table
 
-    measurer = f"validator {found.validator[:SHORT]}" if found.validator else "the trainer"
-    run, node = found.run, found.worker[:SHORT]
+    measurer = f"validator {verdict.validator[:SHORT]}" if verdict.validator else "the trainer"
+    run, node = verdict.run, verdict.worker[:SHORT]
     facts = [
         (
             "verdict",
-            f"{found.number} of run {run.name}, signed by its trainer {run.trainer[:SHORT]}",
+            f"{verdict.number} of run {run.name}, signed by its trainer {run.trainer[:SHORT]}",
         ),
-        ("on", f"submission {found.submission[:16]} of node {node}, lease {found.lease}"),
-        ("result", f"{found.accepted} accepted, {found.rejected} rejected"),
+        ("on", f"submission {verdict.submission[:16]} of node {node}, lease {verdict.lease}"),
+        ("result", f"{verdict.accepted} accepted, {verdict.rejected} rejected"),
         (
             "audited",
-            f"{found.audited} rollout{'s' * (found.audited > 1)}, by {measurer}"
-            if found.audited
+            f"{verdict.audited} rollout{'s' * (verdict.audited > 1)}, by {measurer}"
+            if verdict.audited
             else "nothing",
         ),
     ]
-    if found.standing is not None:
-        rows = _standing_facts(found.standing)
+    if verdict.standing is not None:
+        rows = _standing_facts(verdict.standing)
         facts.append(("validator", f"{rows[0][1]}; {rows[2][1]}"))
-    if found.challenge:
-        facts.append(("challenge", f"{found.challenge}  (rate {found.rate:.3g})"))
+    if verdict.challenge:
+        facts.append(("challenge", f"{verdict.challenge}  (rate {verdict.rate:.3g})"))
     parts: list[Any] = [label_table(facts)]
-    for _, group in groupby(sorted(found.findings, key=_reason), key=_reason):
+    for _, group in groupby(sorted(verdict.findings, key=_reason), key=_reason):
         parts += ["", *_findings(list(group))]
-    unlisted = found.rejected - len(found.findings)
+    unlisted = verdict.rejected - len(verdict.findings)
     if unlisted > 0:
         more = f"{unlisted} more rejected rollouts are not in the verdict: it has no room for them"
         parts += ["", more]
-    if found.evidence:
-        parts += ["", *_evidence(found)]
-    if found.stages:
-        parts += ["", *_stages(found.stages)]
+    if verdict.evidence:
+        parts += ["", *_evidence(verdict)]
+    if verdict.stages:
+        parts += ["", *_stages(verdict.stages)]
     return Group(*parts)
 
 
@@ -201,7 +204,7 @@ def _reason(finding: "RejectedRollout") -> str:
 
 
 def _findings(findings: "Sequence[RejectedRollout]") -> list[Any]:
-    """Draw the rejections of one reason: the rollouts, and once the meaning of the reason."""
+    """Draw the rejections for one reason: the rollouts, then the meaning of the reason."""
     from rich.markup import escape
     from rich.padding import Padding
     from rich.table import Table
@@ -210,9 +213,9 @@ def _findings(findings: "Sequence[RejectedRollout]") -> list[Any]:
     first = findings[0]
     count = f"{len(findings)} rollout{'s' if len(findings) > 1 else ''}"
     lines: list[Any] = [Text(f"{first.reason}: {count}", style="bold")]
-    for one in findings:
-        detail = f": {one.detail}" if one.detail else ""
-        lines.append(_folded(f"  group {one.group}, rollout {one.rollout}{detail}"))
+    for finding in findings:
+        detail = f": {finding.detail}" if finding.detail else ""
+        lines.append(_folded(f"  group {finding.group}, rollout {finding.rollout}{detail}"))
     meaning = Table.grid(padding=(0, 2, 0, 0))
     meaning.add_column(no_wrap=True)
     meaning.add_column(overflow="fold", max_width=WIDTH)
@@ -223,21 +226,23 @@ def _findings(findings: "Sequence[RejectedRollout]") -> list[Any]:
     return [*lines, Padding(meaning, (0, 0, 0, 2))]
 
 
-def _evidence(found: "Explanation") -> list[Any]:
+def _evidence(verdict: "Explanation") -> list[Any]:
     """Draw the measurements beside their bounds, and how to read them."""
     from .tables import fitted
 
-    measures = [one.name.upper().replace("_", "\n") for one in found.evidence[0].measures]
+    measures = [measure.name.upper().replace("_", "\n") for measure in verdict.evidence[0].measures]
     rows: list[Sequence[str]] = []
-    for row in found.evidence[:MAX_ROWS]:
+    for row in verdict.evidence[:MAX_ROWS]:
         why = (
-            f"{row.lot:.3f} < {found.rate:.3g}" if row.drawn else f"another failed ({row.lot:.3f})"
+            f"{row.lot:.3f} < {verdict.rate:.3g}"
+            if row.drawn
+            else f"another failed ({row.lot:.3f})"
         )
-        cells = (f"{one.value:.3g}{one.mark or ' '}" for one in row.measures)
+        cells = (f"{measure.value:.3g}{measure.mark or ' '}" for measure in row.measures)
         rows.append((f"{row.group}/{row.rollout}", *cells, str(row.tokens), why))
     for label, bounds in (
-        ("suspect above", [one.suspect for one in found.evidence[0].measures]),
-        ("reject above", [one.reject for one in found.evidence[0].measures]),
+        ("suspect above", [measure.suspect for measure in verdict.evidence[0].measures]),
+        ("reject above", [measure.reject for measure in verdict.evidence[0].measures]),
     ):
         rows.append((label, *(f"{bound:.3g} " for bound in bounds), "", ""))
     names = ("ROLLOUT", *measures, "TOKENS", "DRAW")
@@ -245,45 +250,45 @@ def _evidence(found: "Explanation") -> list[Any]:
     for row in table.rows[-2:]:
         row.style = "dim"
     sample = "not measured on this model"
-    if found.honest_rollouts:
-        sample = f"{found.honest_rollouts} honest rollouts, {found.honest_tokens} tokens"
-    whose = f"The bounds are the run's, from its signed manifest: {found.bounds} ({sample})."
-    if found.numerics:
-        whose = f"The bounds are those of {found.numerics} in this run: {found.bounds}"
-        if found.honest_rollouts:
+    if verdict.honest_rollouts:
+        sample = f"{verdict.honest_rollouts} honest rollouts, {verdict.honest_tokens} tokens"
+    whose = f"The bounds are the run's, from its signed manifest: {verdict.bounds} ({sample})."
+    if verdict.numerics:
+        whose = f"The bounds are those of {verdict.numerics} in this run: {verdict.bounds}"
+        if verdict.honest_rollouts:
             whose += (
-                f" ({sample}; at most {found.rejected_at_most:.2%} of honest ones are rejected)"
+                f" ({sample}; at most {verdict.rejected_at_most:.2%} of honest ones are rejected)"
             )
     notes = [*READING, whose]
-    if len(found.evidence) > MAX_ROWS:
-        notes.append(f"{len(found.evidence) - MAX_ROWS} more rows: --json shows all.")
+    if len(verdict.evidence) > MAX_ROWS:
+        notes.append(f"{len(verdict.evidence) - MAX_ROWS} more rows: --json shows all.")
     return [table, "", *map(_folded, notes)]
 
 
-def _stages(found: "StageEvidence") -> list[Any]:
+def _stages(evidence: "StageEvidence") -> list[Any]:
     """Draw the nodes that made a submission together, and which of them the audits name."""
     from rich.text import Text
 
     from .tables import plain_table
 
-    head = f"made by {len(found.nodes)} stages of pipeline {found.group[:SHORT]}:{found.generation}"
+    head = f"made by {len(evidence.nodes)} stages of pipeline {evidence.group[:SHORT]}:{evidence.generation}"
     names = ("STAGE", "NODE", "CAN BE OF IT", "OF IT ALONE")
     table = plain_table(*names, right=set(names) - {"NODE"})
-    for rank, node in enumerate(found.nodes):
-        named = [one.stages for one in found.blamed if rank in one.stages]
+    for rank, node in enumerate(evidence.nodes):
+        named = [rollout.stages for rollout in evidence.blamed if rank in rollout.stages]
         alone = sum(len(stages) == 1 for stages in named)
         table.add_row(str(rank), node[:SHORT], str(len(named)), str(alone))
     lines: list[Any] = [Text(head, style="bold"), table]
-    for one in found.blamed[:MAX_ROWS]:
-        text = "no boundaries are stated: it cannot be told whose it is"
-        if one.stages:
-            where = ", ".join(f"{distance:.4g}" for distance in one.distances)
-            stages = " or ".join(map(str, one.stages))
+    for rollout in evidence.blamed[:MAX_ROWS]:
+        text = "no boundaries are stated: no stage can be named"
+        if rollout.stages:
+            where = ", ".join(f"{distance:.4g}" for distance in rollout.distances)
+            stages = " or ".join(map(str, rollout.stages))
             text = f"distances behind stages 0.. are {where}: {stages}"
-        lines.append(_folded(f"  {one.group}/{one.rollout}: {text}"))
+        lines.append(_folded(f"  {rollout.group}/{rollout.rollout}: {text}"))
     note = (
-        f"A stage's output is off where its distance is above {found.reject:.4g}, odd above "
-        f"{found.suspect:.4g}. The first output that is off, after one that is right, names the stage that "
+        f"A stage's output is off where its distance is above {evidence.reject:.4g}, odd above "
+        f"{evidence.suspect:.4g}. The first output that is off, after one that is right, names the stage that "
         "computed something else. Stage 0 vouches for the statements about all stages."
     )
     return [*lines, _folded(note)]

@@ -81,7 +81,7 @@ def retire(
     ticket: Annotated[
         str,
         typer.Option(
-            "--ticket", help="Of a run whose trainer is told, besides those joined from here."
+            "--ticket", help="Also notify the trainer of this run, besides those joined from here."
         ),
     ] = "",
     statement: Annotated[
@@ -121,30 +121,32 @@ def retire(
         typer.confirm(
             f"End the key {key.node_id.hex()[:10]} of {path} for ever?", abort=True, err=True
         )
-    kept = retirement.retired_file(path.parent)
-    # one that was written before is sent again: the first time counts
-    sealed = retirement.read(kept) if kept.exists() else sign(key, int(time.time()))
+    statement_path = retirement.retired_file(path.parent)
+    # an earlier statement is sent again, as the first time counts
+    sealed = (
+        retirement.read(statement_path) if statement_path.exists() else sign(key, int(time.time()))
+    )
     retirement.keep(path.parent, sealed)
     tickets = retirement.known_tickets(path.parent, ticket)
     answers = asyncio.run(retirement.tell(tickets, sealed)) if tickets else {}
-    _report(answers, kept, as_json)
+    _report(answers, statement_path, as_json)
 
 
-def _report(answers: dict[str, str], kept: Path, as_json: bool) -> None:
+def _report(answers: dict[str, str], statement_path: Path, as_json: bool) -> None:
     """Print which trainers took a retirement. Raises NetworkError unless all did, and there was one."""
     from ..node.errors import NetworkError
 
     if as_json:
-        typer.echo(to_json({"statement": str(kept), "trainers": answers}))
+        typer.echo(to_json({"statement": str(statement_path), "trainers": answers}))
     else:
-        typer.echo(f"retired: {kept}")
+        typer.echo(f"retired: {statement_path}")
         for trainer, fault in answers.items():
             typer.echo(f"trainer {trainer[:10]}: {fault or 'told'}")
     if not answers or any(answers.values()):
         fault = "a trainer was not told" if answers else "no trainer is known here"
         raise NetworkError(
-            f"the key is retired here, but {fault}: run this again (with --ticket), or send {kept} to its "
-            "operator for `primerl-node retire --statement`"
+            f"the key is retired here, but {fault}: run this again (with --ticket), or send {statement_path} "
+            "to its operator for `primerl-node retire --statement`"
         )
 
 
@@ -159,7 +161,7 @@ def _hand_in(statement: Path, data_dir: Path | None, as_json: bool) -> None:
 
 
 def _other_owners(directory: Path, node: bytes) -> Iterator[str]:
-    """Yield a line for each ledger in `directory` that another node than `node` wrote."""
+    """Yield a line for each ledger in `directory` that was written by a node other than `node`."""
     from ..node.errors import StorageError
     from ..node.storage.ledger import OWNER, LedgerView, other_key
 
@@ -167,7 +169,7 @@ def _other_owners(directory: Path, node: bytes) -> Iterator[str]:
         try:
             with closing(LedgerView(path)) as view:
                 owner = view.get(OWNER)
-        except StorageError:  # of another release, or damaged: the node itself says that
+        except StorageError:  # of another release, or damaged: the node itself reports that
             continue
         if owner is not None and owner != node:
             yield other_key(path, owner, node)

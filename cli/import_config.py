@@ -52,14 +52,14 @@ def run(
     output = expand_home(output) if output is not None else None
     if output is not None and output.exists():
         raise UsageError(f"{output} is there already: remove it, or give another --output")
-    made = read_configs([expand_home(path) for path in files])
-    if strict and made.missing:
-        lines = [f"{len(made.missing)} keys have no counterpart:", *map(str, made.missing)]
+    config = read_configs([expand_home(path) for path in files])
+    if strict and config.missing:
+        lines = [f"{len(config.missing)} keys have no counterpart:", *map(str, config.missing)]
         raise UsageError(BETWEEN_PROBLEMS.join(lines))
-    text = made.toml([path.name for path in files], str(output or "mine.toml"))
+    text = config.toml([path.name for path in files], str(output or "mine.toml"))
     if output is None:
         typer.echo(text, nl=False)
         return
     output.write_text(text, encoding="utf-8")
-    for line in [f"wrote {output}: primerl-node {made.command} @ {output}", *made.report()]:
+    for line in [f"wrote {output}: primerl-node {config.command} @ {output}", *config.report()]:
         typer.echo(line)

@@ -66,7 +66,7 @@ def _show_memory(config: "JudgeRunConfig", *, as_json: bool) -> None:
         typer.echo(f"# memory: not known: {error}", err=as_json)
         return
     items = plan_auditor(as_run(config), shape, 1)
-    parts = ", ".join(f"{one.name} {gib(one.nbytes)}" for one in items)
+    parts = ", ".join(f"{item.name} {gib(item.nbytes)}" for item in items)
     host = (
         f"and {gib(2 * shape.parameters)} of the host's memory for the weights that workers fetch"
     )

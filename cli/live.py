@@ -1,6 +1,6 @@
 """The view of a run: a live screen in a terminal, plain lines in a pipe, and the summary at the end.
 
-Draws the states that it is given and asks no node; a node that has not answered yet is a line that says so.
+Draws the states that it is given and asks no node; a node that has not answered yet gets a line that says so.
 """
 
 import json
@@ -155,13 +155,13 @@ def plain_line(nodes: Mapping[str, NodeState]) -> str:
     if status.history:
         parts.append(f"step {status.step}/{status.max_steps}")
         parts.append(f"reward {number(status.reward)}, staleness {number(status.staleness)}")
-    held = [f"version {version(status.version)}"]
+    versions = [f"version {version(status.version)}"]
     for node in nodes.values():
         if node is not trainer:
             running = node.status is not None and node.note == "running"
             where = f"at {version(node.status.version)}" if node.status and running else node.note
-            held.append(f"{node.name} {where}")
-    return _joined(*parts, outcomes(status), ", ".join(held), *_ending(status))
+            versions.append(f"{node.name} {where}")
+    return _joined(*parts, outcomes(status), ", ".join(versions), *_ending(status))
 
 
 def _own_line(node: NodeState) -> str:
@@ -196,7 +196,7 @@ OWN_LINES = {"node", "data", "peers", "loop lag"}
 """Lines of `status` that the screen leaves out."""
 LEAST_ROWS = 3
 OTHER_LINES = 5
-"""Lines of the screen that are neither of `status` nor rows of peers."""
+"""Lines of the screen besides those of `status` and the rows of peers."""
 FRAME = 4
 """Columns."""
 ECHO = 2
@@ -231,8 +231,8 @@ def _lines(node: NodeState) -> list[tuple[str, str]]:
         return [("phase", node.note)]
     lines = [pair for pair in status_lines(node.status) if pair[0] not in OWN_LINES]
     first = {name: NONE for name in ("run", "phase", "waiting")} | dict(lines)
-    kept = [(name, first[name]) for name in ("run", "phase", "waiting")]
-    return kept + [(name, value) for name, value in lines if (name, value) not in kept]
+    head = [(name, first[name]) for name in ("run", "phase", "waiting")]
+    return head + [(name, value) for name, value in lines if (name, value) not in head]
 
 
 def _in_short(node: NodeState) -> str:
@@ -245,7 +245,7 @@ def _in_short(node: NodeState) -> str:
 
 
 def _is_shown(row: PeerRow) -> bool:
-    """Say whether a peer is of the run, and not gone."""
+    """Return whether a peer belongs to the run and is not gone."""
     return not gone(row) and (row.role != "?" or row.version >= 0 or row.accepted > 0)
 
 
@@ -255,7 +255,7 @@ CURVE_HEIGHT = 14
 
 
 def print_summary(run_dir: Path) -> None:
-    """Print the summary.json of a run; without one the run was stopped, and the line says how to go on."""
+    """Print the summary.json of a run; if there is none the run was stopped: print how to resume it."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -277,7 +277,7 @@ def _change(figures: Mapping[str, Any], name: str) -> str:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """List labels and values of a summary; a key that is missing is a line that is missing."""
+    """List labels and values of a summary; a missing key costs its line."""
     if run := str(summary.get("run") or ""):
         run_id, steps = str(summary.get("run_id") or "")[:10], summary.get("steps", "?")
         yield "run", f"{run}  {run_id}  seed {summary.get('seed', '?')}, {steps} steps"
@@ -286,12 +286,15 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if evaluated and (change := _change(summary, name)):
             yield label, f"{change} (held-out prompts)"
     environments = summary.get("environments") or {}
-    for name, one in environments.items() if len(environments) > 1 else ():
-        change = _change(one, "reward") if evaluated else ""
-        yield f"  {name}", f"{f'reward {change}, ' * bool(change)}{one.get('accepted', 0)} accepted"
+    for name, results in environments.items() if len(environments) > 1 else ():
+        change = _change(results, "reward") if evaluated else ""
+        yield (
+            f"  {name}",
+            f"{f'reward {change}, ' * bool(change)}{results.get('accepted', 0)} accepted",
+        )
     for name, versions in (summary.get("evaluations") or {}).items():
-        for one in (versions[0], *versions[1:][-1:]):
-            yield f"eval {name}", f"version {one['version']}: {passes(one)}"
+        for evaluation in (versions[0], *versions[1:][-1:]):
+            yield f"eval {name}", f"version {evaluation['version']}: {passes(evaluation)}"
     if "accepted" in summary:
         refused = rejected(summary.get("rejected") or {})
         yield "rollouts", f"{summary['accepted']} accepted, {refused}"
@@ -307,7 +310,7 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         share = f"{delta / full:.0%} of the {size(full)} that full checkpoints would be"
         yield "deltas", f"{size(delta)}, {share}"
     for short, counts in (summary.get("chunk_bytes_by_source") or {}).items():
-        if counts:  # a worker that was gone before the trainer was restarted has none
+        if counts:  # a worker that left before the trainer was restarted has none
             yield f"  {short}", f"chunks from {sources(counts)}"
     if "seconds" in summary:
         yield "time", seconds(summary["seconds"])

@@ -64,7 +64,7 @@ Exit codes:
   3 wrong ticket       7 engine or trainer failed
 """
 
-# typer brings its own click in some versions: this is that one's ClickException.
+# Some versions of typer bundle click: this is the ClickException of that copy.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
@@ -135,7 +135,7 @@ for _name, (_command, _help) in PLAIN.items():
 _tickets = "Print, issue, list and revoke join tickets of the running trainer."
 _environments = "Test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
-app.add_typer(models.app, name="model", short_help="Convert models of others.")
+app.add_typer(models.app, name="model", short_help="Convert models from elsewhere.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 
 
@@ -153,22 +153,22 @@ def main() -> None:
 
 
 def open_closed_streams() -> None:
-    """Read from and write to nowhere where a service or `>&-` closed a stream.
+    """Replace standard streams that a service or `>&-` closed by /dev/null.
 
-    Python has None then, and the next file that is opened would get what is printed.
+    Python has None for them, and the next file that is opened would receive the output.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: the closed stream's
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
 
 
 def execute(args: list[str]) -> int:
-    """Run one command line; returns its exit code. A user's mistake is one line on stderr, or one each."""
+    """Run one command line; returns its exit code. A user's mistakes are lines on stderr, one each."""
     try:
         code = app(args, prog_name=PROGRAM, standalone_mode=False)
         return code if isinstance(code, int) else 0

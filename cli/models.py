@@ -1,4 +1,4 @@
-"""`primerl-node model import`: models of others as directories that everything here takes."""
+"""`primerl-node model import`: convert models from elsewhere into directories that all commands take."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False, help="Convert mod
 
 @app.callback()
 def _models() -> None:  # pyright: ignore[reportUnusedFunction] - typer calls it
-    """Convert models of others."""
+    """Convert models from elsewhere."""
 
 
 @app.command("import", short_help="Convert a GGUF file or a model directory.")

@@ -49,38 +49,41 @@ def run(
     """
     from ..node.app.replay import KeptRun, follows
 
-    kept = KeptRun.open(expand_home(run_dir))
+    kept_run = KeptRun.open(expand_home(run_dir))
     table = None if as_json else StepTable()
-    steps = run_to_end(_replay(kept, tolerance, table))
+    steps = run_to_end(_replay(kept_run, tolerance, table))
     if as_json:
         import msgspec
 
-        told = {"steps": steps, "follows": follows(steps)}
-        typer.echo(msgspec.json.format(msgspec.json.encode(told)).decode())
+        report = {"steps": steps, "follows": follows(steps)}
+        typer.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:
-        found = Counter(one.outcome for one in steps)
+        outcomes = Counter(step.outcome for step in steps)
         typer.echo(
-            f"{found['equal']} equal, {found['close']} close, {found['departs']} depart, "
-            f"{found['unchecked']} not checked"
+            f"{outcomes['equal']} equal, {outcomes['close']} close, {outcomes['departs']} depart, "
+            f"{outcomes['unchecked']} not checked"
         )
     if not follows(steps):
         raise typer.Exit(1)
 
 
 async def _replay(
-    kept: "KeptRun", tolerance: float | None, table: "StepTable | None"
+    kept_run: "KeptRun", tolerance: float | None, table: "StepTable | None"
 ) -> "list[ReplayedStep]":
     from ..node.app.replay import RunReplay
 
-    found: list[ReplayedStep] = []
-    async with RunReplay(kept, tolerance=tolerance) as replay, aclosing(replay.steps()) as steps:
+    results: list[ReplayedStep] = []
+    async with (
+        RunReplay(kept_run, tolerance=tolerance) as replay,
+        aclosing(replay.steps()) as steps,
+    ):
         async for step in steps:
-            found.append(step)
+            results.append(step)
             if table is not None:
                 table.add(step)
     if table is not None:
         table.flush()
-    return found
+    return results
 
 
 class StepTable:
@@ -99,7 +102,7 @@ class StepTable:
             self.flush()
 
     def flush(self) -> None:
-        """Print the lines that wait."""
+        """Print the pending lines."""
         if not self._waiting:
             return
         first, last = self._waiting[0], self._waiting[-1]

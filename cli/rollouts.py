@@ -155,10 +155,10 @@ def _place(text: str, parts: int) -> list[int]:
     from ..node.errors import UsageError
 
     numbers = text.split("/")
-    if len(numbers) != parts or not all(one.isdecimal() for one in numbers):
+    if len(numbers) != parts or not all(number.isdecimal() for number in numbers):
         form = "/".join(("STEP", "GROUP", "ROLLOUT")[:parts])
         raise UsageError(f"{text!r} is no {form}: the list shows them")
-    return [int(one) for one in numbers]
+    return [int(number) for number in numbers]
 
 
 def _found(files: "RolloutFiles", text: str, parts: int) -> "list[KeptRollout]":
@@ -169,10 +169,10 @@ def _found(files: "RolloutFiles", text: str, parts: int) -> "list[KeptRollout]":
     step, group, *rest = _place(text, parts)
     files.record(step)
     place = RolloutFilter((step, step), group=group, rollout=rest[0] if rest else None)
-    found = list(files.select(place))
-    if not found:
+    rollouts = list(files.select(place))
+    if not rollouts:
         raise UsageError(f"nothing is kept at {text}: list the kept ones with --step {step}")
-    return found
+    return rollouts
 
 
 def _mates(files: "RolloutFiles", text: str) -> "list[KeptRollout]":
@@ -182,10 +182,10 @@ def _mates(files: "RolloutFiles", text: str) -> "list[KeptRollout]":
     group = _found(files, text, 2)
     lease, task = group[0].lease, group[0].task
     mates = [
-        (one.step, one.group)
-        for one in files.select(RolloutFilter(), BRIEF)
-        if (one.lease, one.task) == (lease, task)
-        and (one.step, one.group) != (group[0].step, group[0].group)
+        (rollout.step, rollout.group)
+        for rollout in files.select(RolloutFilter(), BRIEF)
+        if (rollout.lease, rollout.task) == (lease, task)
+        and (rollout.step, rollout.group) != (group[0].step, group[0].group)
     ]
     for step, number in dict.fromkeys(mates):
         group += _found(files, f"{step}/{number}", 2)
@@ -207,36 +207,38 @@ def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json:
     from ..node.storage.rollouts import BRIEF
     from .tables import NONE, fitted, write
 
-    found: list[KeptRollout] = []
+    rollouts: list[KeptRollout] = []
     left = 0
     for step in reversed(files.steps()):
         if not wanted.takes_step(step):
             continue
-        some = [one for one in files.read(step, (*BRIEF, "completion")) if wanted.takes(one)]
-        left += max(0, len(found) + len(some) - last)
-        found = [*some, *found][-last:]
-        if len(found) == last and left:
+        some = [
+            rollout for rollout in files.read(step, (*BRIEF, "completion")) if wanted.takes(rollout)
+        ]
+        left += max(0, len(rollouts) + len(some) - last)
+        rollouts = [*some, *rollouts][-last:]
+        if len(rollouts) == last and left:
             break
     if as_json:
-        _print_json(found, ("completion",))
+        _print_json(rollouts, ("completion",))
         return
-    if not found:
+    if not rollouts:
         write("no rollout is like that")
         return
     names = "ROLLOUT VERDICT REASON REWARD ADVANTAGE VERSIONS WORKER ENVIRONMENT REPLY".split()
     rows: list[Sequence[str]] = []
-    for one in found:
-        first, newest = one.policy_first, one.policy_last
+    for rollout in rollouts:
+        first, newest = rollout.policy_first, rollout.policy_last
         cells = (
-            one.place if not one.branch else f"{one.place}.{one.branch}",
-            one.verdict,
-            one.reason or NONE,
-            f"{one.reward:.3g}",
-            NONE if one.advantage is None else f"{one.advantage:+.3g}",
+            rollout.place if not rollout.branch else f"{rollout.place}.{rollout.branch}",
+            rollout.verdict,
+            rollout.reason or NONE,
+            f"{rollout.reward:.3g}",
+            NONE if rollout.advantage is None else f"{rollout.advantage:+.3g}",
             str(first) if first == newest else f"{first}-{newest}",
-            one.worker[:SHORT],
-            one.environment,
-            repr(one.completion[:PREVIEW]),
+            rollout.worker[:SHORT],
+            rollout.environment,
+            repr(rollout.completion[:PREVIEW]),
         )
         rows.append(cells)
     right = ("REWARD", "ADVANTAGE", "VERSIONS")
@@ -257,41 +259,44 @@ def _show(branches: "Sequence[KeptRollout]", *, as_json: bool) -> None:
         return
     plain = not sys.stdout.isatty()
     parts: list[Any] = []
-    for one in branches:
-        seen = Text()
-        for text, trained in one.parts():
+    for branch in branches:
+        body = Text()
+        for text, trained in branch.parts():
             shown = visible(text)
             marked = f">>>{shown}<<<" if trained and plain else shown
-            seen.append(marked, style="bold green" if trained else "")
-        parts += [label_table(_facts(one)), "", seen, ""]
+            body.append(marked, style="bold green" if trained else "")
+        parts += [label_table(_facts(branch)), "", body, ""]
     how = "between >>> and <<<" if plain else "bold and green"
     verb = "is trained" if branches[0].verdict == "trained" else "was drawn by the model"
     write(Group(*parts, Text(f"What {verb} is {how}.", style="dim")))
 
 
-def _facts(one: "KeptRollout") -> list[tuple[str, str]]:
-    drawn = sum(one.completion_mask)
-    why = f": {one.reason}" if one.reason else ""
-    why += f", {visible(one.detail)}" if one.detail else ""
-    advantage = "" if one.advantage is None else f", advantage {one.advantage:+.6g}"
-    claimed = " (claimed by its worker)" if one.verdict == "rejected" else ""
+def _facts(rollout: "KeptRollout") -> list[tuple[str, str]]:
+    tokens = sum(rollout.completion_mask)
+    why = f": {rollout.reason}" if rollout.reason else ""
+    why += f", {visible(rollout.detail)}" if rollout.detail else ""
+    advantage = "" if rollout.advantage is None else f", advantage {rollout.advantage:+.6g}"
+    claimed = " (claimed by its worker)" if rollout.verdict == "rejected" else ""
     sampled = [
         logprob
-        for logprob, own in zip(one.completion_logprobs, one.completion_mask, strict=True)
+        for logprob, own in zip(rollout.completion_logprobs, rollout.completion_mask, strict=True)
         if own
     ]
-    agent = f", agent {one.agent}" if one.agent else ""
-    mean = f", mean logprob {sum(sampled) / drawn:.4g}" if drawn else ""
+    agent = f", agent {rollout.agent}" if rollout.agent else ""
+    mean = f", mean logprob {sum(sampled) / tokens:.4g}" if tokens else ""
     return [
-        ("rollout", f"{one.place}, branch {one.branch}, task {one.task[:SHORT]}"),
-        ("verdict", f"{one.verdict}{why}"),
-        ("reward", f"{one.reward:.6g}{claimed}{advantage}"),
+        ("rollout", f"{rollout.place}, branch {rollout.branch}, task {rollout.task[:SHORT]}"),
+        ("verdict", f"{rollout.verdict}{why}"),
+        ("reward", f"{rollout.reward:.6g}{claimed}{advantage}"),
         (
             "made by",
-            f"worker {one.worker[:SHORT]}, lease {one.lease}, environment {one.environment}{agent}",
+            f"worker {rollout.worker[:SHORT]}, lease {rollout.lease}, environment {rollout.environment}{agent}",
         ),
-        ("policies", f"{one.policy_first} to {one.policy_last}"),
-        ("tokens", f"{len(one.prompt_ids)} + {len(one.completion_ids)}, {drawn} drawn{mean}"),
+        ("policies", f"{rollout.policy_first} to {rollout.policy_last}"),
+        (
+            "tokens",
+            f"{len(rollout.prompt_ids)} + {len(rollout.completion_ids)}, {tokens} drawn{mean}",
+        ),
     ]
 
 
@@ -306,7 +311,7 @@ def _diff(group: "Sequence[KeptRollout]", *, as_json: bool) -> None:
         _print_json(group, None)
         return
     screen = console()
-    replies = [visible(one.completion) for one in group]
+    replies = [visible(rollout.completion) for rollout in group]
     pairs = zip(min(replies), max(replies), strict=False)
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     screen.print(Text(visible(group[0].prompt), style="dim"), "")
@@ -314,10 +319,10 @@ def _diff(group: "Sequence[KeptRollout]", *, as_json: bool) -> None:
     for start in range(0, len(group), at_once):
         some = group[start : start + at_once]
         table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
-        for one in some:
-            gain = "" if one.advantage is None else f" ({one.advantage:+.3g})"
-            outcome = one.reason if one.verdict != "trained" else ""
-            head = f"{one.place}  {one.reward:.3g}{gain}  {outcome}"
+        for rollout in some:
+            gain = "" if rollout.advantage is None else f" ({rollout.advantage:+.3g})"
+            outcome = rollout.reason if rollout.verdict != "trained" else ""
+            head = f"{rollout.place}  {rollout.reward:.3g}{gain}  {outcome}"
             table.add_column(Text(head.strip()), overflow="fold", width=screen.width // at_once - 2)
         cells = [Text(reply) for reply in replies[start : start + at_once]]
         for cell in cells:
@@ -331,7 +336,7 @@ def _export(files: "RolloutFiles", wanted: "RolloutFilter", target: str) -> None
     from ..node.errors import UsageError, file_error
     from ..node.storage.rollouts import as_json
 
-    lines = (as_json(one) + b"\n" for one in files.select(wanted))
+    lines = (as_json(rollout) + b"\n" for rollout in files.select(wanted))
     if target == "-":
         sys.stdout.buffer.writelines(lines)
         sys.stdout.flush()
@@ -349,12 +354,12 @@ def _export(files: "RolloutFiles", wanted: "RolloutFilter", target: str) -> None
     typer.echo(f"{count} rollouts are in {target}")
 
 
-def _print_json(found: "Iterable[KeptRollout]", texts: Sequence[str] | None) -> None:
+def _print_json(rollouts: "Iterable[KeptRollout]", texts: Sequence[str] | None) -> None:
     """Print an array; `texts` are the columns beside the small ones, None: all."""
     import msgspec
 
     from ..node.storage.rollouts import BRIEF, COLUMNS
 
     names = COLUMNS if texts is None else (*BRIEF, *texts)
-    rows = [{name: getattr(one, name) for name in names} for one in found]
+    rows = [{name: getattr(rollout, name) for name in names} for rollout in rollouts]
     typer.echo(msgspec.json.format(msgspec.json.encode({"rollouts": rows})).decode())

@@ -156,20 +156,20 @@ SPARE = 45
 
 def listing(columns: Sequence[Column[T]], rows: Sequence[T], width: int | None = None) -> Table:
     """Make a table of the most important columns that fit into `width`; of all of them for None."""
-    cells = {one.name: [one.cell(row) for row in rows] for one in columns}
+    cells = {column.name: [column.cell(row) for row in rows] for column in columns}
     whole = {
         name: max(cell_len(text) for text in [*name.splitlines(), *texts])
         for name, texts in cells.items()
     }
     room = whole if width is None else _fitting(columns, whole, width)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
-    shown = [one for one in columns if one.name in room]
-    for one in shown:
-        most = room[one.name]
-        justify = "right" if one.right else "left"
-        table.add_column(one.name, justify=justify, no_wrap=True, min_width=most, max_width=most)
+    shown = [column for column in columns if column.name in room]
+    for column in shown:
+        most = room[column.name]
+        justify = "right" if column.right else "left"
+        table.add_column(column.name, justify=justify, no_wrap=True, min_width=most, max_width=most)
     for number in range(len(rows)):
-        table.add_row(*(escape(cells[one.name][number]) for one in shown))
+        table.add_row(*(escape(cells[column.name][number]) for column in shown))
     return table
 
 
@@ -208,12 +208,12 @@ def _fitting(columns: Sequence[Column[T]], whole: Mapping[str, int], width: int)
                 left = width - sum(room.values()) - GAP * (len(room) - 1)
                 room[other.name] = min(whole[other.name], room[other.name] + left)
 
-    for one in sorted(columns, key=lambda one: -one.importance):
-        if one.importance < SPARE:
+    for column in sorted(columns, key=lambda column: -column.importance):
+        if column.importance < SPARE:
             stretch()
-        least = min(whole[one.name], ELASTIC) if one.elastic else whole[one.name]
+        least = min(whole[column.name], ELASTIC) if column.elastic else whole[column.name]
         if not room or sum(room.values()) + GAP * len(room) + least <= width:
-            room[one.name] = least
+            room[column.name] = least
     stretch()
     return room
 
@@ -234,22 +234,22 @@ def show_answer(
     """
     terminal = sys.stdout.isatty()
 
-    def drawn() -> Any:
+    def render() -> Any:
         return draw(ask(node, command), console().width if terminal and not wide else None)
 
     if watch and terminal and not wide and not as_json:
-        with Live(drawn(), console=console(), auto_refresh=False) as live:
+        with Live(render(), console=console(), auto_refresh=False) as live:
             while True:
                 time.sleep(REFRESH_S)
-                live.update(drawn(), refresh=True)
+                live.update(render(), refresh=True)
     while True:
         if as_json:
             answer = ask(node, command)
             run = (answer if command == "status" else ask(node, "status"))["run"]
-            told = {"schema": SCHEMA, "run": run, "time": round(time.time(), 3), command: answer}
-            print(to_json(told, indent=None if watch else 2), flush=True)
+            report = {"schema": SCHEMA, "run": run, "time": round(time.time(), 3), command: answer}
+            print(to_json(report, indent=None if watch else 2), flush=True)
         else:
-            table = drawn()
+            table = render()
             if watch:
                 print(CLEAR if terminal else f"{datetime.now():%Y-%m-%d %H:%M:%S}")
             console(wide=wide or not terminal).print(table, crop=False)
@@ -265,9 +265,9 @@ def show_answer(
 def peers_table(
     rows: Sequence[PeerRow], *, width: int | None = None, sort: str = ""
 ) -> Table | str:
-    """Draw `primerl-node peers`, by a column's name if given; peers that are gone come last.
+    """Draw `primerl-node peers`, sorted by a column if named; peers that are gone come last.
 
-    Raises UsageError for the name of no column.
+    Raises UsageError for an unknown column.
     """
     column = _named(sort) if sort else None
     if not rows:
@@ -279,7 +279,7 @@ def peers_table(
 
 
 def _named(name: str) -> Column[PeerRow]:
-    known = {one.name.lower(): one for one in PEER_COLUMNS}
+    known = {column.name.lower(): column for column in PEER_COLUMNS}
     if (column := known.get(name.lower())) is not None:
         return column
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
@@ -288,7 +288,7 @@ def _named(name: str) -> Column[PeerRow]:
 
 
 def gone(row: PeerRow) -> bool:
-    """Say whether a peer has been away for so long that it is not waited for."""
+    """Return whether a peer has been away for so long that it is not waited for."""
     return row.path == NONE and _known(row.last_seen_s) > GONE_S
 
 
@@ -318,7 +318,7 @@ def _known(value: float | None) -> float:
 def _figure(
     name: str, field: str, importance: int, text: Callable[[Any], str] = str, *, least: bool = False
 ) -> Column[PeerRow]:
-    """Make a column of a number; the largest comes first in an order, or the `least`."""
+    """Make a numeric column; sorted by it the largest comes first, or with `least` the smallest."""
 
     def cell(row: PeerRow) -> str:
         value = getattr(row, field)
@@ -337,7 +337,7 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     _figure("RTT", "rtt_ms", 25, lambda ms: f"{ms:.1f} ms", least=True),
     _figure("SENT", "bytes_sent", 15, lambda count: size(count)),
     _figure("RECV", "bytes_received", 15, lambda count: size(count)),
-    _figure("VER", "version", 85, lambda held: version(held)),
+    _figure("VER", "version", 85, lambda value: version(value)),
     Column("LAG", lambda row: lag(row), 60, lambda row: -row.lag, right=True),
     _figure("LEASES", "leases", 40),
     Column(
@@ -378,7 +378,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         ("run", f"{status.run_name or NONE}  {status.run[:10]}".rstrip()),
         ("phase", f"{status.phase}  {status.detail}".rstrip()),
         ("waiting", status.waiting_for),
-        *(("warning", one) for one in status.warnings),
+        *(("warning", warning) for warning in status.warnings),
     ]
     if status.role == "trainer":
         curve = sparkline([reward for _, reward in status.history], 40)
@@ -414,7 +414,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
 
 
 def environment(row: EnvironmentRow) -> str:
-    """Say how an environment that is trained on does, and how many workers can play it."""
+    """Describe how a trained environment is doing, and how many workers can play it."""
     workers = f"{row.workers} worker{'s' if row.workers != 1 else ''}"
     judged = f"{row.accepted} accepted, {row.rejected or 'none'} rejected"
     return f"reward {number(row.reward)}, {judged}, {row.share:.0%} of the groups, {workers}"
@@ -443,7 +443,7 @@ def outcomes(status: Status) -> str:
 
 
 def trust(lowest: float, trusts: Mapping[str, float]) -> str:
-    """Show one figure, or where there is work of several environments one for each."""
+    """Show one figure, or one for each environment where there are several."""
     if len(trusts) < 2:
         return f"{lowest:.2f}"
     return ", ".join(f"{name} {value:.2f}" for name, value in trusts.items())
@@ -491,7 +491,7 @@ def group(row: GroupRow) -> str:
 
 
 def stage(row: StageRow) -> str:
-    """Describe a worker's own stage, and how its ring does."""
+    """Describe a worker's own stage, and how its ring is doing."""
     parts = [f"{row.rank} of {row.stages}, layers {row.layers}, {row.state}"]
     if row.lanes:
         parts.append(f"{row.in_flight} of {row.lanes} micro-batches under way")
@@ -528,9 +528,9 @@ def duration(total: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def version(held: int) -> str:
+def version(value: int) -> str:
     """Format a policy version; -1 is none."""
-    return str(held) if held >= 0 else NONE
+    return str(value) if value >= 0 else NONE
 
 
 def lag(row: PeerRow) -> str:

@@ -56,8 +56,8 @@ def show(
         return
     from ..node.ops.control import ask
 
-    asked = {"expires_s": seconds(expires) if expires else None, "uses": uses, "label": label}
-    given = {name: value for name, value in asked.items() if value is not None}
+    options = {"expires_s": seconds(expires) if expires else None, "uses": uses, "label": label}
+    given = {name: value for name, value in options.items() if value is not None}
     answer = ask(find_node(data_dir), "ticket", **given)
     typer.echo(to_json(answer) if as_json else answer["ticket"])
 
@@ -103,7 +103,7 @@ def revoke(
 
 
 def state(row: dict[str, object], now: float) -> str:
-    """Say whether a ticket still admits nodes."""
+    """Return whether a ticket still admits nodes."""
     if row["revoked"]:
         return "revoked"
     if float(str(row["expires"])) < now:
@@ -115,7 +115,7 @@ def seconds(text: str) -> int:
     """Read a duration like 30d, in seconds. Raises UsageError."""
     from ..node.errors import UsageError
 
-    found = re.fullmatch(r"(\d{1,9})([smhdw])", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d{1,9})([smhdw])", text.strip())
+    if match is None:
         raise UsageError(f"{text[:20]!r} is no duration: say 90m, 12h, 30d or 2w")
-    return int(found[1]) * UNITS[found[2]]
+    return int(match[1]) * UNITS[match[2]]

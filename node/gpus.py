@@ -29,7 +29,7 @@ class Gpu(NamedTuple):
     """Empty where only the device files could be counted."""
 
     def answers_to(self, name: str) -> bool:
-        """Say whether `name` is its number, its UUID or the beginning of it."""
+        """Return whether `name` is its number, its UUID or the beginning of it."""
         if name.isdigit():
             return self.name == str(int(name))
         return bool(self.uuid) and self.uuid.startswith(name)
@@ -39,7 +39,7 @@ Installed = Callable[[], Sequence[Gpu]]
 
 
 def installed() -> list[Gpu]:
-    """List the GPUs of this machine or container; of a GPU that is cut into MIG slices, these.
+    """List the GPUs of this machine or container; in place of a GPU with MIG slices, its slices.
 
     Asks NVML; without it the device files are counted. Empty where there is none.
     """
@@ -52,7 +52,7 @@ def installed() -> list[Gpu]:
 def _nvml() -> "list[GpuMemory] | None":
     """Ask NVML for all GPUs and slices; None if it is not installed, empty if it fails.
 
-    The memory of one that does not state it is 0.
+    Memory is 0 where a device does not report it.
     """
     try:
         import pynvml
@@ -97,7 +97,7 @@ def _slices(whole: Any) -> list[Any]:
 
 
 def _memory(device: Any) -> tuple[int, int]:
-    """Return total and free bytes; zeros if the device does not state them."""
+    """Return total and free bytes; zeros if the device does not report them."""
     import pynvml
 
     try:
@@ -126,12 +126,12 @@ def visible(environ: Mapping[str, str], installed: Installed = installed) -> tup
     if wanted[0] in ("", "-1"):
         return ()
     there = installed()
-    found: list[str] = []
+    names: list[str] = []
     for name in wanted:
         if not _exists(name, there):
             break
-        found.append(name)
-    return tuple(found)
+        names.append(name)
+    return tuple(names)
 
 
 def usable(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ def usable(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
 
 
 def is_on_gpu(device: str, visible: Callable[[], Sequence[str]]) -> bool:
-    """Say whether `device`, as a config names it, is a GPU; "auto" is one if one is `visible`."""
+    """Return whether a config's `device` is a GPU; "auto" is one if any GPU is `visible`."""
     return bool(visible()) if device == "auto" else device != "cpu"
 
 
@@ -175,7 +175,7 @@ def shown(names: Sequence[str]) -> str:
 
 
 def is_slice(name: str) -> bool:
-    """Say whether it is a MIG slice, which CUDA does not join with others in one process."""
+    """Return whether it is a MIG slice; CUDA uses only one of these in a process."""
     return name.startswith("MIG-")
 
 
@@ -196,7 +196,7 @@ Ask = Callable[[], Sequence[GpuMemory]]
 
 
 def installed_memory() -> list[GpuMemory]:
-    """Ask NVML for the GPUs of this machine that state their memory; empty where there is none."""
+    """Ask NVML for the GPUs of this machine that report their memory; empty where there is none."""
     return [gpu for gpu in _nvml() or () if gpu.total]
 
 
@@ -248,8 +248,8 @@ class TorchBuild:
 
 def torch_build() -> TorchBuild | None:
     """Read which torch is installed, without importing it."""
-    found = importlib.util.find_spec("torch")
-    for place in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("torch")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
         text = Path(place, "version.py").read_text(encoding="utf-8")
         version = re.search(r"^__version__ = '([^']+)'", text, re.M)
         cuda = re.search(r"^cuda: .*= '([^']+)'", text, re.M)

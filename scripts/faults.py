@@ -244,8 +244,8 @@ FAULTS = (
     Fault(
         "prime-rl's reverse-text is the bundled one",
         "node/config/prime_rl.py",
-        'made["id"] = ENVIRONMENTS[source.plain][0]',
-        'made["id"] = source.plain',
+        'environment["id"] = ENVIRONMENTS[source.plain][0]',
+        'environment["id"] = source.plain',
         ("test_a_run_is_the_same_in_each_layout_of_prime_rl",),
     ),
     Fault(
@@ -258,8 +258,8 @@ FAULTS = (
     Fault(
         "all examples of prime-rl's are our default number",
         "node/config/prime_rl.py",
-        'return made | {"prompts": -1 if prompts is None else prompts}',
-        'return made if prompts in (None, -1) else made | {"prompts": prompts}',
+        'return environment | {"prompts": -1 if prompts is None else prompts}',
+        'return environment if prompts in (None, -1) else environment | {"prompts": prompts}',
         ("test_a_value_there_is_a_value_here_that_means_the_same",),
     ),
     Fault(
@@ -794,7 +794,7 @@ FAULTS = (
     Fault(
         "GPUs that were asked for lie idle",
         "node/launch/placement.py",
-        "if idle and asked:",
+        "if idle and explicit:",
         "if False:",
         ("test_what_cannot_be_done_is_refused_with_what_to_say",),
     ),
@@ -1865,7 +1865,7 @@ FAULTS = (
     Fault(
         "groups of one are trained",
         "cli/command.py",
-        "if one.group_size < 2:",
+        "if environment.group_size < 2:",
         "if False:",
         ("test_groups_of_one_are_refused_as_nothing_is_learned_from_them",),
     ),

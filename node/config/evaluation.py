@@ -19,7 +19,7 @@ def _steps(value: object) -> object:
         value = [value]
     if not isinstance(value, Sequence):
         return value
-    parts = (str(one).split(",") for one in cast(Sequence[object], value))
+    parts = (str(item).split(",") for item in cast(Sequence[object], value))
     return [word.strip() for words in parts for word in words if word.strip()]
 
 
@@ -58,7 +58,7 @@ class EvalConfig(BaseConfig):
     seed: int = 0
     """Seed of tasks and sampling."""
     again: bool = False
-    """Evaluate again what this directory has results of."""
+    """Evaluate again what this directory already has results for."""
     environments: list[EvaluatedEnvironment] = []
     """Environments to evaluate on; default: that of the run of weights_dir."""
     endpoints: list[EndpointConfig] = []
@@ -96,6 +96,6 @@ class EvalConfig(BaseConfig):
         if self.steps and self.weights_dir is None:
             raise ValueError("steps need weights_dir: set it, such as to outputs/RUN/weights")
         check_judges(self.environments)
-        check_names("environments", [one.title for one in self.environments])
-        check_names("endpoints", [one.name or one.model for one in self.endpoints])
+        check_names("environments", [environment.title for environment in self.environments])
+        check_names("endpoints", [endpoint.name or endpoint.model for endpoint in self.endpoints])
         return self

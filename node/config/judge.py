@@ -24,19 +24,19 @@ class JudgeAuditConfig(VerificationConfig):
     """Checks of replies before they are given."""
 
     audit_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of a proven worker's replies that is audited; of a new or suspect one all are. Below 1 some replies
-    are given unchecked, also to the node that sent the judged rollout."""
+    """Share of a proven worker's replies that is audited; of a new or suspect worker's all are. Below 1 some
+    replies are given unchecked, also to the node that sent the judged rollout."""
 
 
 class JudgeRunConfig(NodeConfig):
     """`primerl-node judge`."""
 
     name: RunName = "judge"
-    """Directory under output_dir, for key, ledger, ticket and logs. A judge that was stopped goes on there."""
+    """Directory under output_dir, for key, ledger, ticket and logs. A stopped judge resumes there."""
     output_dir: ParentDir = Path("outputs")
-    """Where the directories of runs are."""
+    """Parent of the run directories."""
     seed: int = 0
-    """Seed of a model that is made here."""
+    """Seed of a model that is created here."""
     model: ModelConfig = ModelConfig()
     """The judge."""
     max_tokens: Positive = 1024
@@ -52,9 +52,9 @@ class JudgeRunConfig(NodeConfig):
 
     @model_validator(mode="after")
     def _knows_honest_noise(self) -> Self:
-        told = self.verification
-        fixed = told.bounds == "built-in" or told.numerics == "exact"
-        if self.engine.dtype == "float32" or fixed or told.references:
+        verification = self.verification
+        fixed = verification.bounds == "built-in" or verification.numerics == "exact"
+        if self.engine.dtype == "float32" or fixed or verification.references:
             return self
         raise ValueError(
             "in bfloat16 a judge has to know honest noise, or a worker could turn a yes that is a little "

@@ -90,8 +90,8 @@ def merge(base: Tree, over: Mapping[str, Any]) -> Tree:
     """Merge `over` into a copy of `base`, table by table.
 
     If `over` has another `id`, the `args` of `base` are dropped, as they belong to another environment. If it
-    names another model, so is the shape of the one that `base` would create. A key with `_` in `over` is also
-    the one with `-` in `base`, as flags and variables have no other.
+    names another model, `create` of `base` is dropped, too. A key with `_` in `over` also matches the same key
+    with `-` in `base`, since flags and variables cannot spell that one.
     """
     result = dict(base)
     if "name" in over and "create" in base and over["name"] != base.get("name"):
@@ -228,7 +228,7 @@ def _environment(cls: type[BaseModel], environ: Mapping[str, str]) -> Tree:
                 continue
             if instead := replacement(".".join(path)):
                 raise UsageError(f"config key {variable} in the environment was removed: {instead}")
-            guess = nearest(".".join(path), [key for one in COMMANDS for key in keys(one)])
+            guess = nearest(".".join(path), [key for command in COMMANDS for key in keys(command)])
             named = PREFIX + guess.upper().replace(".", "__")
             hint = f": did you mean {named}?" if guess else ""
             raise UsageError(f"unknown config key in the environment, {variable}{hint}")
@@ -395,7 +395,9 @@ def _explain(
     problems = cause.errors(include_url=False)
     known = list(keys(cls))
     unknown = [
-        [str(part) for part in one["loc"]] for one in problems if one["type"] == "extra_forbidden"
+        [str(part) for part in problem["loc"]]
+        for problem in problems
+        if problem["type"] == "extra_forbidden"
     ]
     origins = [_origin(path, layers, flags) for path in unknown]
     files = {
@@ -418,7 +420,7 @@ def _explain(
         else:
             hint = ": see --help for the keys"
         lines.append(f"unknown config key {name} {origin}{hint}")
-    bad = [one for one in problems if one["type"] != "extra_forbidden"]
+    bad = [problem for problem in problems if problem["type"] != "extra_forbidden"]
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         lines.append(_bad_value(bad[0], layers, flags) + more)

@@ -104,7 +104,7 @@ RATIOS: Mapping[str, tuple[str, str]] = {
 NEWER_LOSS = {"type": "ipo", "ipo_threshold": 0.3, "kl_tau": 0.0}
 """Default loss of prime-rl after 0.8, in its latest state; before, ipo_threshold was 0.1."""
 NEWER_TOP_K = 512
-"""What prime-rl draws from where top_p limits the tokens and top_k does not, after 0.8."""
+"""top_k of prime-rl after 0.8 where only top_p limits the tokens."""
 
 
 def _algorithm(value: Any) -> Any:
@@ -122,10 +122,12 @@ def _checkpointing(value: Any) -> str:
 
 
 def _filters(value: Any) -> Any:
-    filters = [cast(Tree, one) for one in _list(value) if isinstance(one, dict)]
-    if [one for one in filters if one.get("type") != "zero_advantage"]:
+    filters = [cast(Tree, item) for item in _list(value) if isinstance(item, dict)]
+    if [item for item in filters if item.get("type") != "zero_advantage"]:
         raise Unconvertible("")
-    return Several({"training.filter_zero_advantages": any(one.get("enforce") for one in filters)})
+    return Several(
+        {"training.filter_zero_advantages": any(item.get("enforce") for item in filters)}
+    )
 
 
 def _gate(value: Any) -> Any:
@@ -150,10 +152,10 @@ def _lora_modules(value: Any) -> list[str]:
 
 
 def _only_one(value: Any) -> Any:
-    found = _list(value)
-    if len(found) != 1:
-        raise Unconvertible("one of one data set: write the others into files")
-    return found[0]
+    items = _list(value)
+    if len(items) != 1:
+        raise Unconvertible("only one is supported: write the rows of others into files")
+    return items[0]
 
 
 def _norm(value: Any) -> Any:
@@ -174,7 +176,7 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "checkpointing": _checkpointing,
     "filters": _filters,
     "gate": _gate,
-    "gpu_names": lambda value: "".join(f"{one}," for one in _list(value)),
+    "gpu_names": lambda value: "".join(f"{name}," for name in _list(value)),
     "head_chunk": _head_chunk,
     "import_path": lambda value: ":".join(str(value).rpartition(".")[::2]),
     "lora_modules": _lora_modules,
@@ -205,8 +207,8 @@ def _reader(how: str, ours: str) -> Callable[[Any], Any] | None:
         pairs = dict(pair.split("=") for pair in rest.split() if "=" in pair)
         return _one_of(pairs, others=rest.endswith("*"))
     if word == "off":
-        neutral = [json.loads(one) for one in rest.split()]
-        return _one_of({json.dumps(one): Several() for one in neutral}, key=json.dumps)
+        neutral = [json.loads(text) for text in rest.split()]
+        return _one_of({json.dumps(value): Several() for value in neutral}, key=json.dumps)
     return CONVERTERS[word] if word else None
 
 
@@ -256,19 +258,19 @@ def _lines(text: str) -> Iterator[tuple[str, list[str]]]:
 
 def _sections() -> dict[str, list[Rule]]:
     """Parse TABLE to heading -> rules."""
-    found: dict[str, list[Rule]] = {}
+    sections: dict[str, list[Rule]] = {}
     rules: list[Rule] = []
     kinds: Mapping[str, Kind] = {"-": "missing", ".": "needless", "~": "differs"}
     for key, columns in _lines(TABLE):
         if not columns:
-            rules = found.setdefault(key, [])
+            rules = sections.setdefault(key, [])
             continue
         ours, how, remark = [*columns, "", ""][:3]
         kind: Kind = kinds.get(ours[:1], "same")
         ours = ours if kind == "same" else ours[1:].strip()
         convert = _reader(how.removeprefix("table").strip(), ours)
         rules.append(Rule(key, kind, ours, remark, convert, how.startswith("table")))
-    return found
+    return sections
 
 
 SECTIONS = _sections()
@@ -283,7 +285,7 @@ def key_table() -> str:
     for title, rules in SECTIONS.items():
         lines += [f"### {title}", "", "| prime-rl | here | |", "|---|---|---|"]
         for rule in rules:
-            ours = ", ".join(f"`{one}`" for one in rule.ours.split(", ") if one)
+            ours = ", ".join(f"`{key}`" for key in rule.ours.split(", ") if key)
             ours = "-" if rule.kind == "missing" else ours
             lines.append(f"| `{rule.key}` | {ours} | {marks[rule.kind]}{rule.remark} |")
         lines.append("")
@@ -343,7 +345,7 @@ OLDER = re.compile(
 """Keys that prime-rl has only after 0.8, and only up to it: its defaults changed in between."""
 NEWER_OF_SOURCE = frozenset({"select", "sampler", "min_abs_advantage"})
 OLDER_OF_SOURCE = frozenset({"num_examples", "curriculum", "rollouts_per_example"})
-"""The same of an environment."""
+"""The same for an environment."""
 LATER_SIGNS: Sequence[tuple[Component, str]] = (
     ("orchestrator", "max_async_level+sampling"),
     (
@@ -368,14 +370,14 @@ def component(tree: Tree, stem: str) -> Component | None:
     def first(table: Sequence[tuple[Component, str]]) -> Component | None:
         return next((kind for kind, some in table if signs & set(some.split())), None)
 
-    if found := first(SIGNS):
-        return found
+    if kind := first(SIGNS):
+        return kind
     if isinstance(tree.get("model"), str):
         return "evals"
     if "sft" in stem or (_table(tree, "data") and "data.fake" not in signs):
         return "sft"
-    if found := first(LATER_SIGNS):
-        return found
+    if kind := first(LATER_SIGNS):
+        return kind
     if keys and ("train" in stem or keys <= SHARED):
         return "rl"
     known = {name.split(".")[1] for name in [*RULES, *dict(RENAMED)] if name[:10] == "inference."}
@@ -395,7 +397,7 @@ def _canonical(kind: Component, path: str) -> str:
         if owner == "inference" and rest.startswith("deployment"):
             return path
         shared = rest.partition(".")[0] in SHARED
-        if shared or any(f"{rest}.".startswith(f"{one}.") for one in SHARED_MODEL):
+        if shared or any(f"{rest}.".startswith(f"{prefix}.") for prefix in SHARED_MODEL):
             return _renamed(rest)
     return path
 
@@ -538,19 +540,23 @@ class _Source:
 
     def __init__(self, path: str, values: Tree) -> None:
         self.path = path
-        values = {key: one for key, one in values.items() if key not in ("num_workers", "serve")}
+        values = {
+            key: value for key, value in values.items() if key not in ("num_workers", "serve")
+        }
         self.agents: dict[str, Tree] = {}
         if isinstance(env := values.pop("env", None), dict):
             inside = cast(Tree, env)
             taskset: Any = inside.get("taskset")
-            agents = {name: one for name, one in inside.items() if name not in OF_ENVIRONMENT}
+            agents = {name: value for name, value in inside.items() if name not in OF_ENVIRONMENT}
             values |= {"env": {name: inside[name] for name in inside.keys() & OF_ENVIRONMENT}}
             values["env"].pop("taskset", None)
-            self.agents = {f"env.{k}": one for k, one in agents.items() if isinstance(one, dict)}
+            self.agents = {
+                f"env.{k}": value for k, value in agents.items() if isinstance(value, dict)
+            }
         elif "taskset" in values:
             taskset = values.pop("taskset")
             harness = _table(values, "harness")
-            agent = {"harness": {k: one for k, one in harness.items() if k != "runtime"}}
+            agent = {"harness": {k: value for k, value in harness.items() if k != "runtime"}}
             self.agents["env"] = agent | {
                 "timeout": values.pop("timeout", {}),
                 "runtime": harness.get("runtime", {}),
@@ -585,14 +591,14 @@ class _Conversion:
         """Our keys of [trainer.loss] in a run that distils: its loss is fixed, whatever they say."""
         self._title = title
         self._era: Literal["newer", "older", ""] = ""
-        """Which defaults of prime-rl's a run has, those after 0.8 or up to it; empty if no key says."""
+        """Whether a run has prime-rl's defaults after 0.8, or those up to it; empty if no key shows."""
 
     def result(self) -> ImportedConfig:
         """Convert all keys. Raises UsageError."""
-        flat = [one for kind, tree in self._trees.items() for one in self._flatten(kind, tree)]
+        flat = [row for kind, tree in self._trees.items() for row in self._flatten(kind, tree)]
         # the trainer's own keys have priority over shared ones, and those over an engine's
         first = {"trainer": 0, "orchestrator": 1, "inference": 3}
-        for _, shown, name, value in sorted(flat, key=lambda one: first.get(one[0], 2)):
+        for _, shown, name, value in sorted(flat, key=lambda row: first.get(row[0], 2)):
             self._key(shown, name, value)
         if self._config.command != "inference":
             self._default("name", self._title)
@@ -630,7 +636,7 @@ class _Conversion:
             rule = RULES.get(name)
             if isinstance(value, dict) and not (rule and (rule.whole or not value)):
                 inside = cast(Tree, value)
-                if not inside and not any(one.startswith(f"{name}.") for one in RULES):
+                if not inside and not any(rule_key.startswith(f"{name}.") for rule_key in RULES):
                     yield owner, shown, name, value
                 yield from self._flatten(kind, inside, f"{shown}.")
             else:
@@ -704,7 +710,7 @@ class _Conversion:
 
     def _sources(self, *places: str) -> list[_Source]:
         """Read the environments at these keys of SOURCES."""
-        found: list[_Source] = []
+        sources: list[_Source] = []
         for kind, tree in self._trees.items():
             for place in places:
                 owner, _, path = place.partition(".")
@@ -718,39 +724,39 @@ class _Conversion:
                 if place in SHARED_ENV and isinstance(listed, dict):
                     continue
                 tables = _tables(path, listed)
-                keys = {key for one in tables for key in one}
+                keys = {key for table in tables for key in table}
                 if keys & NEWER_OF_SOURCE:
                     self._era = "newer"
                 elif keys & OLDER_OF_SOURCE:
                     self._era = self._era or "older"
-                found += [_Source(f"{path}[{i}]", one) for i, one in enumerate(tables)]
-        return found
+                sources += [_Source(f"{path}[{i}]", table) for i, table in enumerate(tables)]
+        return sources
 
     def _environments(self) -> None:
         """Convert a run's environments: to [environment], or [[environments]] if there are several."""
         sources = self._sources(*TRAINED)
         if len(sources) == 1 and _table(sources[0].values, "algo"):
             shared = [key for key, shown in self._origin.items() if ".algo." in f".{shown}"]
-            self._ours = {key: one for key, one in self._ours.items() if key not in shared}
+            self._ours = {key: value for key, value in self._ours.items() if key not in shared}
             for name in ("hint", "length_penalty", "loss"):
                 self._raw.pop(name, None)
             self._algorithm_keys(sources[0])
         if len(sources) > 1:
             self._ours["environments"] = [
-                self._environment(one, "name", "ratio", "group_size", place="environments[]")
-                for one in sources
+                self._environment(source, "name", "ratio", "group_size", place="environments[]")
+                for source in sources
             ]
-            for source, made in zip(sources, self._ours["environments"], strict=True):
+            for source, environment in zip(sources, self._ours["environments"], strict=True):
                 if own := self._algorithm(source):
                     tree = _nested({key.removeprefix("training."): own[key] for key in own})
-                    self._own.append((source, made, tree))
+                    self._own.append((source, environment, tree))
         elif sources:
-            made = self._environment(sources[0], place="environments[]")
-            drawn = made.pop("sampling", {})
-            if "max_tokens" in drawn:
-                self._raw["max_tokens"] = drawn.pop("max_tokens")
-            self._ours |= {f"sampling.{key}": value for key, value in drawn.items()}
-            for key, value in made.items():
+            environment = self._environment(sources[0], place="environments[]")
+            sampling = environment.pop("sampling", {})
+            if "max_tokens" in sampling:
+                self._raw["max_tokens"] = sampling.pop("max_tokens")
+            self._ours |= {f"sampling.{key}": value for key, value in sampling.items()}
+            for key, value in environment.items():
                 self._ours[f"environment.{key}"] = value
             if "group_size" in sources[0].values:
                 self._default("rollouts.group_size", sources[0].values["group_size"])
@@ -759,22 +765,22 @@ class _Conversion:
         if played := self._sources(*EVALUATED):
             self._default("evaluation.interval", 100)
             self._ours["evaluation.environments"] = [
-                self._played(one, "interval") for one in played
+                self._played(source, "interval") for source in played
             ]
 
     def _played(self, source: _Source, *keys: str) -> Tree:
         """Convert one environment of an evaluation."""
-        made = self._environment(source, "name", *keys, place="evaluation.environments[]")
-        if made.get("name") == made["id"]:
-            del made["name"]
+        environment = self._environment(source, "name", *keys, place="evaluation.environments[]")
+        if environment.get("name") == environment["id"]:
+            del environment["name"]
         if self._config.command != "eval":
-            drawn = {
+            sampling = {
                 name: self._raw.get(f"eval_{name}") for name in OnlineSamplingConfig.model_fields
             }
-            drawn = {name: one for name, one in drawn.items() if one not in (None, -1)}
-            if drawn := drawn | made.get("sampling", {}):
-                made["sampling"] = drawn
-            if "temperature" not in drawn:
+            sampling = {name: value for name, value in sampling.items() if value not in (None, -1)}
+            if sampling := sampling | environment.get("sampling", {}):
+                environment["sampling"] = sampling
+            if "temperature" not in sampling:
                 why = "the run's temperature and max_tokens; there the engine's (generation_config.json)"
                 self._note("differs", "eval.sampling", None, why)
         elif "sampling.temperature" not in self._ours:
@@ -782,22 +788,22 @@ class _Conversion:
             self._note("differs", "eval.sampling", None, why)
         values = source.values
         old = values.get("rollouts_per_example", self._raw.get("samples", 1))
-        made["samples"] = values.get("group_size", old)
+        environment["samples"] = values.get("group_size", old)
         prompts = values.get("num_examples", _table(values, "select").get("limit"))
         prompts = self._raw.get("prompts") if prompts is None else prompts
-        return made | {"prompts": -1 if prompts is None else prompts}
+        return environment | {"prompts": -1 if prompts is None else prompts}
 
     def _environment(self, source: _Source, *keys: str, place: str) -> Tree:
         """Convert a taskset's id, its options, the source's `keys`, and the sampling keys that `place` has."""
-        made: Tree = {"id": source.id}
+        environment: Tree = {"id": source.id}
         if not source.id:
             raise UsageError(f"{source.path} names no environment: give env.taskset.id")
         if source.plain in ENVIRONMENTS:
-            made["id"] = ENVIRONMENTS[source.plain][0]
-            if made["id"] != source.plain:
+            environment["id"] = ENVIRONMENTS[source.plain][0]
+            if environment["id"] != source.plain:
                 why = (
-                    f"{made['id']}, which has its prompts, tags and rewards on the same data set (a worker "
-                    f"allows it by name); {source.plain} here is another task"
+                    f"{environment['id']}, which has its prompts, tags and rewards on the same data set "
+                    f"(a worker allows it by name); {source.plain} here is another task"
                 )
                 self._note("differs", source.path, source.given, why)
         else:
@@ -806,18 +812,18 @@ class _Conversion:
             why += f"; bundled: {near}" if near else ""
             self._note("differs", source.path, source.given, why)
         if args := self._environment_args(source):
-            made["args"] = args
-        if drawn := self._source_sampling(source, f"{place}.sampling"):
-            made["sampling"] = drawn
+            environment["args"] = args
+        if own_sampling := self._source_sampling(source, f"{place}.sampling"):
+            environment["sampling"] = own_sampling
         prefix = "eval_" if place.startswith("eval") else ""
         sampling = _table(source.values, "sampling")
         own = sampling | _table(sampling, "extra_body")
         runs = self._raw.get(f"{prefix}chat_template_kwargs") or {}
         if variables := runs | _table(own, "chat_template_kwargs"):
-            made["chat_template_kwargs"] = variables
+            environment["chat_template_kwargs"] = variables
         if stop := _list(own.get("stop") or self._raw.get(f"{prefix}stop") or []):
-            made["stop"] = stop
-        made |= {key: source.values[key] for key in keys if source.values.get(key)}
+            environment["stop"] = stop
+        environment |= {key: source.values[key] for key in keys if source.values.get(key)}
         for key, value in _source_leaves(source.values):
             rule = RULES.get(f"source.{key}") or _rule(f"source.{key}") or RULES["source.*"]
             if key == "select.limit":
@@ -833,16 +839,16 @@ class _Conversion:
                 rule = _rule(f"source.env.AGENT.{path}")
                 if rule is not None and value not in (None, "None"):
                     self._apply(rule, f"{source.path}.{agent}.{path}", rule.key, value)
-        return made
+        return environment
 
     def _algorithm(self, source: _Source) -> dict[str, Any]:
         """Convert a source's own algorithm to our keys, as if it were the run's."""
-        kept = self._ours, self._raw, self._origin
+        run_keys = self._ours, self._raw, self._origin
         self._ours, self._raw, self._origin = {}, {}, {}
         self._algorithm_keys(source)
         self._credit()
         own = self._ours
-        self._ours, self._raw, self._origin = kept
+        self._ours, self._raw, self._origin = run_keys
         return own
 
     def _algorithm_keys(self, source: _Source) -> None:
@@ -859,33 +865,33 @@ class _Conversion:
         """Give environments their own advantages and losses; a run holds one model as a teacher."""
         training = _nested({key: self._ours[key] for key in self._ours if key[:9] == "training."})
         common = _table(training.get("training", {}), "loss")
-        held = common.get("type") == "reverse_kl" and "endpoint" not in common
-        rl = {key.removeprefix("training.loss."): one for key, one in self._rl_loss.items()}
+        holds_teacher = common.get("type") == "reverse_kl" and "endpoint" not in common
+        rl = {key.removeprefix("training.loss."): value for key, value in self._rl_loss.items()}
         reads_rl = False
-        for source, made, own in self._own:
+        for source, environment, own in self._own:
             loss = own.pop("loss", {})
             for key in ("advantage", "length_penalty"):
                 if key in own:
-                    made[key] = own.pop(key)
+                    environment[key] = own.pop(key)
             for key, value in own.items():
                 self._note("missing", f"{source.path}.algo", value, f"training.{key} is the run's")
             if loss.get("type") == "reverse_kl":
-                if loss != common and (held or "endpoint" not in loss):
+                if loss != common and (holds_teacher or "endpoint" not in loss):
                     why = "a run holds one teacher; others have a base_url"
                     self._note("missing", f"{source.path}.algo", loss, why)
                 elif loss != common:
-                    made["loss"] = loss
+                    environment["loss"] = loss
             elif common.get("type") == "reverse_kl":
-                made["loss"], reads_rl = {"type": "dppo_kl", **rl, **loss}, True
+                environment["loss"], reads_rl = {"type": "dppo_kl", **rl, **loss}, True
             elif loss.get("echo_alpha", 0.0) != common.get("echo_alpha", 0.0):
-                made["loss"] = {**common, "echo_alpha": 0.0, **loss}
+                environment["loss"] = {**common, "echo_alpha": 0.0, **loss}
         for key in self._rl_loss.keys() & self._origin.keys() if not reads_rl else ():
             why = "opd and opsd have a fixed loss"
             self._note("needless", self._origin[key], self._rl_loss[key], why)
 
     def _source_sampling(self, source: _Source, place: str) -> Tree:
-        """What a source samples otherwise, by the names of `place`."""
-        made: Tree = {}
+        """Convert a source's own sampling values, by the names of `place`."""
+        sampling: Tree = {}
         for key, value in _leaves(_table(source.values, "sampling")):
             name = "max_tokens" if key == "max_completion_tokens" else key
             name = name.removeprefix("extra_body.")
@@ -897,15 +903,15 @@ class _Conversion:
                 rule = _rule(f"source.sampling.{key}") or RULES["source.sampling.*"]
                 self._apply(rule, f"{source.path}.sampling.{key}", rule.key, value)
             elif value != -1:  # no top_k
-                made[name] = value
-        return made
+                sampling[name] = value
+        return sampling
 
     def _environment_args(self, source: _Source) -> Tree:
         """Return the options of a taskset; of a bundled one, those that exist here."""
         if source.plain not in ENVIRONMENTS:
             return source.args
         _, known = ENVIRONMENTS[source.plain]
-        made: Tree = {}
+        options: Tree = {}
         task = {f"task.{key}": value for key, value in _table(source.args, "task").items()}
         args = {key: value for key, value in source.args.items() if key != "task"}
         for key, value in (task | args).items():
@@ -914,11 +920,11 @@ class _Conversion:
             if value in (None, "None", [], {}):
                 continue
             if key in known:
-                made = merge(made, nest(key.split("."), value))
+                options = merge(options, nest(key.split("."), value))
             else:
                 why = f"{source.plain} has no such option here"
                 self._note("missing", f"{source.path}.{key}", value, why)
-        return made
+        return options
 
     # -- conversions of several keys ---------------------------------------------------------------
 
@@ -978,7 +984,7 @@ class _Conversion:
             self._ours["training.loss.echo_alpha"] = alpha
 
     def _defaults_of_its_era(self) -> None:
-        """Set the defaults that prime-rl changed after 0.8, or say that the files do not tell which it is."""
+        """Set the defaults that prime-rl changed after 0.8, or note that the files do not show which."""
         if self._era == "newer":
             self._default("training.weight_decay", 0.0)
             if "constant_batch" not in self._raw:
@@ -986,9 +992,11 @@ class _Conversion:
                 key = "orchestrator.constant_trainer_batch_size"
                 self._note("differs", key, None, RULES[key].remark)
             shared = self._ours.get("sampling.top_k")
-            for drawn in (one.get("sampling", {}) for one in self._ours.get("environments", [])):
-                if _number(drawn.get("top_p", 1.0), "top_p") < 1 and not drawn.get("top_k", shared):
-                    drawn["top_k"] = NEWER_TOP_K
+            for environment in self._ours.get("environments", []):
+                sampling = environment.get("sampling", {})
+                nucleus = _number(sampling.get("top_p", 1.0), "top_p") < 1
+                if nucleus and not sampling.get("top_k", shared):
+                    sampling["top_k"] = NEWER_TOP_K
             if not shared and _number(self._ours.get("sampling.top_p", 1.0), "top_p") < 1:
                 self._ours["sampling.top_k"] = NEWER_TOP_K
         elif not self._era and not {"loss_type", "loss"} & self._raw.keys():
@@ -1021,7 +1029,7 @@ class _Conversion:
 
     def _teacher(self) -> None:
         """Leave one teacher, that of a run that distils."""
-        url, model = (f"training.loss.endpoint.{one}" for one in ("url", "model"))
+        url, model = (f"training.loss.endpoint.{key}" for key in ("url", "model"))
         if self._ours.get("training.loss.type") != "reverse_kl":
             for key in (url, model):
                 if key in self._ours:
@@ -1051,21 +1059,21 @@ class _Conversion:
         self._default("training.seq_len", 2048)
         row = _whole(self._ours["training.seq_len"], "seq_len")
         longest = [self._ours.get("engine.max_model_len"), self._raw.get("max_model_len"), row]
-        most = min(_whole(one, "max_model_len") for one in longest if one is not None)
+        most = min(_whole(length, "max_model_len") for length in longest if length is not None)
         self._ours["engine.max_model_len"] = most
-        asked = self._raw.get("max_tokens")
-        reply = most - 1 if asked is None else _whole(asked, "max_completion_tokens")
+        max_tokens = self._raw.get("max_tokens")
+        reply = most - 1 if max_tokens is None else _whole(max_tokens, "max_completion_tokens")
         if reply >= most:
             reply = most - 1
             why = f"sampling.max_tokens = {reply}: a prompt has a token at least"
-            self._note("differs", "max_completion_tokens", asked, why)
+            self._note("differs", "max_completion_tokens", max_tokens, why)
         self._ours["sampling.max_tokens"] = reply
-        for one in self._ours.get("environments", []):
-            drawn = one.get("sampling", {})
-            if drawn.get("max_tokens", 0) >= most:
+        for environment in self._ours.get("environments", []):
+            sampling = environment.get("sampling", {})
+            if sampling.get("max_tokens", 0) >= most:
                 why = f"sampling.max_tokens = {reply}: it is cut to fit engine.max_model_len"
-                self._note("differs", "max_completion_tokens", drawn["max_tokens"], why)
-                drawn["max_tokens"] = reply
+                self._note("differs", "max_completion_tokens", sampling["max_tokens"], why)
+                sampling["max_tokens"] = reply
 
     def _learner(self) -> None:
         """Convert the learning rate schedule, betas and max_steps of a run or of sft."""
@@ -1132,13 +1140,13 @@ class _Conversion:
 
     def _experts(self, ranks: int) -> None:
         """Convert expert parallelism, which here spans all ranks or none."""
-        asked = self._raw.get("ep", 1)
-        if asked in (1, "auto"):
+        degree = self._raw.get("ep", 1)
+        if degree in (1, "auto"):
             return
         self._ours["training.expert_parallel"] = ranks
-        if asked != ranks:
+        if degree != ranks:
             why = f"training.expert_parallel = {ranks}: all ranks share the experts, or none"
-            self._note("differs", "model.ep", asked, why)
+            self._note("differs", "model.ep", degree, why)
 
     def _finish_sft(self) -> None:
         """Set the defaults of prime-rl's sft, and convert its GPUs."""
@@ -1171,7 +1179,7 @@ class _Conversion:
         if len(urls) > 1:
             self._note("missing", "client.base_url", urls, "an endpoint has one address")
         endpoint: Tree = {"url": urls[0], "model": "Qwen/Qwen3-0.6B"}
-        for key in [one for one in self._ours if one.startswith("endpoints[].")]:
+        for key in [key for key in self._ours if key.startswith("endpoints[].")]:
             given = nest(key.split(".")[1:], self._ours.pop(key))
             endpoint = merge(endpoint, given)
         self._ours["endpoints"] = [endpoint]
@@ -1180,7 +1188,7 @@ class _Conversion:
             raise UsageError(
                 "no environment is named: also give the file that has [[source]] or [[env]]"
             )
-        self._ours["environments"] = [self._played(one) for one in sources]
+        self._ours["environments"] = [self._played(source) for source in sources]
 
     def _validate(self) -> None:
         """Drop values that our config does not allow, with a note each.
@@ -1195,19 +1203,19 @@ class _Conversion:
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 place = ".".join(str(part) for part in first["loc"])
-                found = max(
+                key = max(
                     (key for key in self._ours if f"{place}.".startswith(f"{key}.")),
                     key=len,
                     default="",
                 )
                 reason = str(first["msg"]).removeprefix("Value error, ")
                 reason = reason.replace("Input should", "should", 1)
-                shown = self._origin.get(found, found or place)
+                shown = self._origin.get(key, key or place)
                 mistake = first["type"].endswith(("_type", "_parsing", "from_float"))
-                if not found or mistake:
-                    said = f"{shown}: {reason}" if shown else reason
-                    raise UsageError(f"{said}: correct it") from error
-                self._drop(found, f"{found}: {reason}")
+                if not key or mistake:
+                    message = f"{shown}: {reason}" if shown else reason
+                    raise UsageError(f"{message}: correct it") from error
+                self._drop(key, f"{key}: {reason}")
                 continue
             self._config.values = _ordered(cls, values)
             return
@@ -1235,7 +1243,7 @@ def _source_leaves(values: Tree) -> Iterator[tuple[str, Any]]:
         if key in USED or value in (None, "None"):
             continue
         if isinstance(value, dict) and f"source.{key}" not in RULES:
-            yield from ((one, leaf) for one, leaf in _leaves({key: value}) if leaf is not None)
+            yield from ((path, leaf) for path, leaf in _leaves({key: value}) if leaf is not None)
         else:
             yield key, value
 
@@ -1258,12 +1266,12 @@ def has_key(cls: type[BaseConfig], key: str) -> bool:
 
 def _ordered(cls: type[BaseModel], values: Tree) -> Tree:
     """Sort sections and keys in the order of the config class."""
-    found: Tree = {}
+    tree: Tree = {}
     for key in [name for name in cls.model_fields if name in values]:
         annotation, value = cls.model_fields[key].annotation, values[key]
         section = None if get_origin(annotation) is dict else model_in(annotation)
-        found[key] = _ordered(section, value) if section and isinstance(value, dict) else value
-    return found
+        tree[key] = _ordered(section, value) if section and isinstance(value, dict) else value
+    return tree
 
 
 def _table(tree: Mapping[str, Any], name: str) -> Tree:
@@ -1274,7 +1282,7 @@ def _table(tree: Mapping[str, Any], name: str) -> Tree:
 def _tables(path: str, value: Any) -> list[Tree]:
     """Check that `value` is a list of tables and return it. Raises UsageError."""
     items = _list(value)
-    if not all(isinstance(one, dict) for one in items):
+    if not all(isinstance(item, dict) for item in items):
         raise UsageError(f"{path} must be a list of tables, [[{path}]]")
     return items
 
@@ -1293,10 +1301,10 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 def _nested(keys: Mapping[str, Any]) -> Tree:
     """Return the sections of keys with dots."""
-    found: Tree = {}
+    tree: Tree = {}
     for key, value in keys.items():
-        found = merge(found, nest(key.split("."), value))
-    return found
+        tree = merge(tree, nest(key.split("."), value))
+    return tree
 
 
 def _short(value: Any) -> str:

@@ -48,7 +48,7 @@ class CheckpointConfig(BaseConfig):
     interval: Positive = 1
     """Steps between checkpoints; 1 lets --resume go on at exactly the published version."""
     keep_last: Positive = 2
-    """The newest ones that are kept: should one be damaged, the one before is taken."""
+    """Number of newest checkpoints that are kept: if the last is damaged, the one before is used."""
     keep_interval: Annotated[int, Field(ge=0)] = 0
     """Keep those whose step is a multiple of this as well; 0 keeps none of them."""
     keep_first: bool = False
@@ -157,7 +157,7 @@ class NetworkConfig(BaseConfig):
     max_peers: Positive = 256
     """Most peers connected at a time; further ones are turned away."""
     max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
-    """Pace of chunk uploads in megabits/s; 0 is no limit."""
+    """Limit of chunk uploads in megabits/s; 0: none."""
     seeds: Annotated[list[SeedUrl], Field(max_length=MAX_SEEDS)] = []
     """Base URLs of copies of a node's `chunks` folder, on any static web server (http, https) or a disk of this
     machine (file), for chunks that no peer serves. Their answers are verified like a peer's."""
@@ -192,7 +192,7 @@ class EnvironmentConfig(BaseConfig):
     """Longest time of a rollout's own code (hooks, rewards) between two turns, without waiting for a judge; a
     rollout that takes longer is ended and lost."""
     start_timeout_s: EnvironmentSeconds = 600.0
-    """Longest that the taskset may take to be imported and loaded, or to give its next task."""
+    """Longest time for the taskset to be imported and loaded, or to give its next task."""
     deterministic_rewards: bool = True
     """Whether equal replies always earn equal rewards, so that a worker's claim can be checked against the
     trainer's own score. Set false for random rewards: then only the trainer's score counts."""
@@ -206,9 +206,9 @@ class EnvironmentConfig(BaseConfig):
     """Variables of the model's chat template, as `enable_thinking = false`; every prompt is made with them. A
     template that writes the date writes that of `strftime_now`, by default the day on which the run began."""
     earlier_reasoning: Literal["keep", "drop", "branch"] = "keep"
-    """What later turns are shown of the reasoning of earlier ones. `keep`: all of it, as it was drawn; the
-    conversation is one sample. `drop`: none, as a chat server is sent it back; each turn is a sample. `branch`:
-    all of it until the next message of a user, and a new sample begins there."""
+    """The reasoning of earlier turns that later ones see. `keep`: all of it, as it was sampled; the
+    conversation is one sample. `drop`: none, as with a chat server; each turn is a sample. `branch`: all of it
+    until the next message of a user, and a new sample begins there."""
     stop: Annotated[list[StopString], Field(max_length=8)] = []
     """Strings that end a reply: with the first token that completes one, which stays in the reply."""
     deterministic_tools: bool = True
@@ -235,13 +235,13 @@ class EnvironmentConfig(BaseConfig):
         return self
 
     def options(self) -> "EnvironmentConfig":
-        """Return what of it decides how tasks are made and scored."""
+        """Return the part that decides how tasks are made and scored."""
         return EnvironmentConfig(
             **{name: getattr(self, name) for name in EnvironmentConfig.model_fields}
         )
 
     def published(self) -> "EnvironmentConfig":
-        """Return the options that a manifest has: all of them, without the way to the judge."""
+        """Return the options for the manifest: all of them, but not how to reach the judge."""
         judge = None if self.judge is None else self.judge.published()
         return self.options().model_copy(update={"judge": judge})
 
@@ -250,7 +250,7 @@ UNPROVED = frozenset(
     "min_p min_tokens stop_token_ids logit_bias presence_penalty "
     "frequency_penalty repetition_penalty".split()
 )
-"""Options of engines that no lease has."""
+"""Sampling options of engines that a lease cannot set."""
 
 
 class ProvedSamplingConfig(BaseConfig):
@@ -335,7 +335,7 @@ class SamplingConfig(ProvedSamplingConfig):
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from fewer than all."""
+        """Whether top_p or top_k limit the tokens that are sampled."""
         return self.top_k > 0 or self.top_p < 1
 
 
@@ -354,18 +354,18 @@ class RolloutsConfig(BaseConfig):
     """Leases, batches and the limit of staleness."""
 
     group_size: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Rollouts per task, where an environment has none of its own; a run that trains needs 2 or more."""
+    """Rollouts per task, unless an environment sets its own; training needs 2 or more."""
     groups_per_batch: Positive = 16
     """Tasks per optimizer step; batch size = groups_per_batch x group_size."""
     groups_per_lease: Annotated[int, Field(ge=1, le=512)] = 4
     """Tasks per lease."""
     max_off_policy_steps: Annotated[int, Field(ge=0)] = 8
     """Hard bound: version being trained minus the oldest version that generated any token. 0 = synchronous.
-    Rollouts are seldom as old: leases run ahead only as far as generation needs to."""
+    Rollouts are seldom that old: leases run ahead only as far as generation needs."""
     lease_timeout_s: Seconds = 60.0
     """Time after which a lease goes to another worker."""
     leases_per_worker: Positive = 16
-    """Most leases that one worker may hold at a time; a newcomer gets one, a slow one only those that it
+    """Most leases that a worker may hold at a time; a newcomer gets one, a slow worker only as many as it
     finishes in half of lease_timeout_s."""
     batch_timeout_s: Seconds = 600.0
     """Time that the trainer waits for a batch before it counts an empty one."""
@@ -388,9 +388,9 @@ class WarmupConfig(BaseConfig):
     target: Fraction = 0.28
     """Stop when sampled exact match on training prompts reaches this."""
     eval_interval: Positive = 5
-    """Steps between two measurements of the target."""
+    """Steps between measurements of the target."""
     eval_prompts: Positive = 256
-    """Training prompts that are sampled for one."""
+    """Training prompts per measurement."""
 
 
 class WeightsConfig(BaseConfig):
@@ -429,8 +429,8 @@ class VerificationConfig(BaseConfig):
     """Node ids (hex) of workers of yours: honest noise is measured by their rollouts. Give one for each kind of
     engine and GPU that joins. `primerl-node rl` adds the workers that it starts."""
     audit_rate: Fraction = 0.1
-    """Share of a proven worker's rollouts that is audited; of a new or suspect one all are, of one in
-    `references` a quarter as many, if that is enough to renew the bounds of noise every eight steps."""
+    """Share of a proven worker's rollouts that is audited; of a new or suspect worker's all are, of a worker's
+    in `references` a quarter as many, if that is enough to renew the bounds of noise every eight steps."""
     validators: list[str] = []
     """Node ids (hex) whose signed audit reports count; the trainer audits the other rollouts itself."""
 
@@ -441,9 +441,9 @@ class EvaluatedEnvironment(EnvironmentConfig):
     name: str = ""
     """Name in the results; else the id."""
     prompts: Annotated[int, Field(ge=-1)] = 64
-    """Tasks, fewer where there are no more that differ; -1: all that there are."""
+    """Number of tasks, fewer if the environment has fewer; -1: all."""
     samples: Positive = 4
-    """Rollouts of each: the k of avg@k and the largest j of pass@j."""
+    """Rollouts per task: the k of avg@k and the largest j of pass@j."""
     success: float = 1.0
     """A rollout with at least this reward solves its task."""
 
@@ -483,10 +483,10 @@ class OnlineEnvironment(EvaluatedEnvironment):
 
 def check_judges(environments: Sequence[EnvironmentConfig]) -> None:
     """Refuse judges that cannot be reached. Raises ValueError."""
-    for one in environments:
-        if one.judge is not None and not one.judge.url:
+    for environment in environments:
+        if environment.judge is not None and not environment.judge.url:
             raise ValueError(
-                f"the judge of {one.id!r} has no url: set environment.judge.url to http(s)://HOST/v1"
+                f"the judge of {environment.id!r} has no url: set environment.judge.url to http(s)://HOST/v1"
             )
 
 
@@ -514,13 +514,15 @@ class EvaluationConfig(BaseConfig):
     @property
     def is_online(self) -> bool:
         """Whether anything is evaluated beside training."""
-        return bool(self.interval or any(one.interval for one in self.environments))
+        return bool(self.interval or any(environment.interval for environment in self.environments))
 
     @model_validator(mode="after")
     def _has_prompts(self) -> Self:
         if self.interval and not (self.prompts or self.environments):
             raise ValueError("interval needs evaluation.prompts, or [[evaluation.environments]]")
-        check_names("evaluation.environments", [one.title for one in self.environments])
+        check_names(
+            "evaluation.environments", [environment.title for environment in self.environments]
+        )
         return self
 
 
@@ -528,7 +530,7 @@ class LogConfig(BaseConfig):
     """Logging."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level that is logged."""
+    """Lowest level that is logged."""
     json_lines: bool = False
     """Structured log lines on stderr (the log file is always structured)."""
 
@@ -537,14 +539,14 @@ GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
 
 
 def _gpus(value: object) -> object:
-    """A number and a list of a TOML file as they would be said on the command line."""
+    """Convert a number or a list of a TOML file to the text of the flag."""
     if isinstance(value, list | tuple):
-        return "".join(f"{one}," for one in value) or "0"
+        return "".join(f"{name}," for name in value) or "0"
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _check_gpus(text: str) -> str:
-    """How many GPUs, or which ones; a comma makes a name of a lonely number. Raises ValueError."""
+    """Check a number of GPUs or their names; a comma makes a single number a name. Raises ValueError."""
     names = [name.strip() for name in text.split(",")]
     inner = names[:-1] if len(names) > 1 and not names[-1] else names
     if text and not all(GPU_NAME.fullmatch(name) for name in inner):
@@ -567,19 +569,19 @@ class LaunchConfig(BaseConfig):
     """Processes of `primerl-node rl`, and their GPUs on this machine."""
 
     workers: Annotated[int, Field(ge=0)] | None = None
-    """Default: one for each engine that the inference GPUs hold; 2 where there is no GPU."""
+    """Number of workers. Default: one for each engine that fits the inference GPUs; 2 without a GPU."""
     trainer_gpus: Gpus = ""
     """How many GPUs the trainer has ("2"), or which: "0,1" as torch counts those that are visible, or UUIDs as
     CUDA_VISIBLE_DEVICES has them; "0," is the first one. Default: training.fsdp.ranks, else one."""
     inference_gpus: Gpus = ""
     """GPUs of all workers together, as above. Default: those that the trainer leaves."""
     share_gpus: bool = False
-    """Trainer and workers may be on the same GPUs, as they are anyway where there is only one."""
+    """Let trainer and workers use the same GPUs, as they always do if there is only one."""
     mps: bool = False
     """Processes that share a GPU compute at the same time (NVIDIA MPS) in place of taking turns: faster, but an
     error of one on the GPU, or killing it, can end the others there, too."""
     share_chunks: bool = True
-    """Workers read the trainer's chunks from its disk. If not, they fetch them over the network."""
+    """Let workers read the trainer's chunks from its disk instead of fetching them over the network."""
 
 
 class NodeConfig(BaseConfig):
@@ -589,8 +591,8 @@ class NodeConfig(BaseConfig):
     """Key, ledger, chunks and control socket of this node. Default: ~/.primerl for a worker, the directory
     `trainer` inside the run's own for a trainer."""
     fsync: bool = True
-    """Flush to the disk before anything is acknowledged. Without it a node still survives kill -9, but a power
-    cut may cost it its last seconds."""
+    """Flush to disk before anything is acknowledged. Without it a node still survives kill -9, but a power
+    failure may cost it its last seconds."""
     network: NetworkConfig = NetworkConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -644,9 +646,9 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
-    """The one environment that is trained on; [[environments]] in its place for several."""
+    """The environment to train on; for several use [[environments]] instead."""
     environments: Annotated[list[TrainedEnvironment], Field(max_length=MAX_ENVIRONMENTS)] = []
-    """Environments that are trained on together, each with its part of every batch."""
+    """Environments to train on together, each with its share of every batch."""
     sandbox: SandboxConfig = SandboxConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
@@ -660,38 +662,44 @@ class RunConfig(NodeConfig, OwnRunConfig):
     @property
     def evaluates(self) -> bool:
         """Whether the trainer generates by itself: to evaluate, or to see how far a warm-up has come."""
-        asked = self.evaluation
-        return bool(asked.prompts) or asked.is_online or self.warmup is not None
+        evaluation = self.evaluation
+        return bool(evaluation.prompts) or evaluation.is_online or self.warmup is not None
 
     @property
     def mixture(self) -> tuple[TrainedEnvironment, ...]:
         """The environments that are trained on; settings that they omit are the run's."""
         given = self.environments or [TrainedEnvironment(**self.environment.model_dump())]
-        return tuple(self._completed(one) for one in given)
+        return tuple(self._completed(environment) for environment in given)
 
-    def _completed(self, one: TrainedEnvironment) -> TrainedEnvironment:
+    def _completed(self, environment: TrainedEnvironment) -> TrainedEnvironment:
         training = self.training
         update = {
-            "name": one.title,
-            "group_size": one.group_size or self.rollouts.group_size,
-            "sampling": one.sampling.model_copy(update=self.sampling_of(one).model_dump()),
-            **{name: getattr(one, name) or getattr(training, name) for name in OWN_TRAINING},
+            "name": environment.title,
+            "group_size": environment.group_size or self.rollouts.group_size,
+            "sampling": environment.sampling.model_copy(
+                update=self.sampling_of(environment).model_dump()
+            ),
+            **{
+                name: getattr(environment, name) or getattr(training, name) for name in OWN_TRAINING
+            },
         }
-        return one.model_copy(update=update)
+        return environment.model_copy(update=update)
 
-    def sampling_of(self, one: TrainedEnvironment) -> SamplingConfig:
+    def sampling_of(self, environment: TrainedEnvironment) -> SamplingConfig:
         """The sampling of an environment; settings that it omits are the run's."""
-        said = one.sampling.model_dump() | {"max_tokens": one.sampling.max_tokens or None}
-        given = {key: value for key, value in said.items() if value is not None}
+        settings = environment.sampling.model_dump() | {
+            "max_tokens": environment.sampling.max_tokens or None
+        }
+        given = {key: value for key, value in settings.items() if value is not None}
         return self.sampling.model_copy(update=given)
 
     def training_on(self) -> dict[str, TrainingConfig]:
         """Map each environment's name to the training section with its own advantage and loss."""
         return {
-            one.name: self.training.model_copy(
-                update={name: getattr(one, name) for name in OWN_TRAINING}
+            environment.name: self.training.model_copy(
+                update={name: getattr(environment, name) for name in OWN_TRAINING}
             )
-            for one in self.mixture
+            for environment in self.mixture
         }
 
     @property
@@ -716,23 +724,24 @@ class RunConfig(NodeConfig, OwnRunConfig):
 
     def _check_own_training(self) -> None:
         """Refuse an advantage or a loss of an environment that the rest of [training] forbids."""
-        sampled = {one.name: self.sampling_of(one) for one in self.mixture}
+        sampled = {environment.name: self.sampling_of(environment) for environment in self.mixture}
         for name, own in self.training_on().items():
             try:
                 TrainingConfig.model_validate(own.model_dump())
             except ValidationError as error:
-                said = error.errors()[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"the environment {name!r}: {said}") from error
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ValueError(f"the environment {name!r}: {message}") from error
             sampling = sampled[name]
             if own.loss.endpoint is not None and sampling.truncates:
                 raise ValueError(
-                    "training.loss.endpoint: a server says logprobs over all tokens, and the environment "
-                    f"{name!r} draws by top_p or top_k from fewer: set top_p = 1 and top_k = 0, or a reference"
+                    "training.loss.endpoint: a server gives logprobs over all tokens, and the "
+                    f"environment {name!r} samples from fewer by top_p or top_k: set top_p = 1 and top_k = 0, "
+                    "or a reference"
                 )
             if own.loss.endpoint is not None and sampling.temperature != 1.0:
                 raise ValueError(
-                    "training.loss.endpoint: a server of vLLM says logprobs at temperature 1, and the "
-                    f"environment {name!r} draws at {sampling.temperature:g}: set sampling.temperature = 1, "
+                    "training.loss.endpoint: a vLLM server gives logprobs at temperature 1, and the "
+                    f"environment {name!r} samples at {sampling.temperature:g}: set sampling.temperature = 1, "
                     "or a reference"
                 )
             if own.loss.needs_reference and not self._has_teacher(own.loss):
@@ -745,8 +754,8 @@ class RunConfig(NodeConfig, OwnRunConfig):
     def _has_teacher(self, loss: LossConfig) -> bool:
         """Whether a run with this [training] has the teacher of an environment's loss."""
         common = self.training.loss
-        held = common.needs_reference and common.endpoint is None
-        endpoints = loss.endpoint is not None and not held
+        holds_teacher = common.needs_reference and common.endpoint is None
+        endpoints = loss.endpoint is not None and not holds_teacher
         return endpoints or loss.reference_key == common.reference_key
 
     @model_validator(mode="after")
@@ -760,11 +769,15 @@ class RunConfig(NodeConfig, OwnRunConfig):
             raise ValueError(
                 "[environment] is for one environment alone: name all of them in [[environments]]"
             )
-        check_names("environments", [one.name for one in self.mixture])
+        check_names("environments", [environment.name for environment in self.mixture])
         check_judges([*self.mixture, *self.evaluation.environments])
-        if any("/" in one.name or one.name == "mean" for one in self.mixture):
+        if any(
+            "/" in environment.name or environment.name == "mean" for environment in self.mixture
+        ):
             raise ValueError('the name of an environment has no "/" in it, and is not "mean"')
-        if any(one.sampling.max_tokens >= self.training.seq_len for one in self.mixture):
+        if any(
+            environment.sampling.max_tokens >= self.training.seq_len for environment in self.mixture
+        ):
             raise ValueError("sampling.max_tokens must be below training.seq_len")
         self._check_own_training()
         if self.engine.keep_kv_cache:

@@ -56,7 +56,7 @@ class ValidationConfig(BaseConfig):
     fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Or: share of the training rows to hold out, by a hash of their content."""
     rows: Positive = 512
-    """Most rows; of an environment, held-out tasks."""
+    """Most rows; for an environment, most held-out tasks."""
     interval: Positive = 50
     """Steps between validations; there is also one before the first step and after the last."""
 

@@ -41,16 +41,16 @@ class LossConfig(BaseConfig):
     ipo_threshold: Annotated[float, Field(gt=0)] = 0.1
     """ipo: how far a token's probability may move either way before it is left out."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """grpo_two_sided, gspo: the lower clip of the ratio, of gspo the sequence's, is 1 - clip_low. Default: 0.2;
-    of gspo 3e-3. The paper's 3e-4 and 4e-4 are for old logprobs that the trainer computed; here they are the
-    sampler's, whose kernels alone move the ratio by mismatch_kl."""
+    """grpo_two_sided, gspo: the ratio (with gspo the sequence's) is clipped below at 1 - clip_low. Default:
+    0.2; for gspo 3e-3. The paper's 3e-4 and 4e-4 are for old logprobs that the trainer computed; here they are
+    the sampler's, whose kernels alone move the ratio by mismatch_kl."""
     clip_high: Annotated[float, Field(gt=0)] | None = None
-    """The same: the upper clip is 1 + clip_high. Default: 0.2; of gspo 4e-3."""
+    """The same: it is clipped above at 1 + clip_high. Default: 0.2; for gspo 4e-3."""
     clip_ratio_max: Annotated[float, Field(gt=1)] = 4.0
     """grpo_two_sided, gspo: cap of the ratio where the advantage is negative (delta of INTELLECT-2)."""
     importance: Literal["none", "token", "sequence"] = "token"
-    """reinforce: the ratio that is the weight, of the token or of the sequence (the product of its tokens'
-    ones)."""
+    """reinforce: the ratio used as weight: the token's, or the sequence's (the product of its tokens'
+    ratios)."""
     importance_min: Annotated[float, Field(ge=0)] = 0.0
     """reinforce: smaller weights are raised to this."""
     importance_max: Annotated[float, Field(gt=0)] = 2.0
@@ -62,9 +62,10 @@ class LossConfig(BaseConfig):
     rejection_low: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Least ratio that is kept; `geometric` needs it close to 1, such as 0.99."""
     rejection_high: Annotated[float, Field(gt=1)] = 2.0
-    """Largest ratio that is kept; `geometric` wants it close to 1, as 1.01."""
+    """Largest ratio that is kept; `geometric` needs it close to 1, such as 1.01."""
     ref_kl_tau: Annotated[float, Field(ge=0)] = 0.0
-    """Beside any loss but reverse_kl: factor of the reverse KL to the reference policy; 0 needs none."""
+    """Added to any loss but reverse_kl: factor of the reverse KL to the reference policy; with 0 none is
+    needed."""
     reference: Annotated[Path, AfterValidator(expand_home)] | None = None
     """reverse_kl and its term: directory of the frozen model that it compares with, a teacher of the same
     tokens; default: the model that the run began with."""
@@ -110,7 +111,7 @@ class LossConfig(BaseConfig):
 
     @property
     def loads_reference(self) -> bool:
-        """Whether a frozen model is held for that."""
+        """Whether a frozen model is kept for that."""
         return self.needs_reference and self.teacher == "reference" and self.endpoint is None
 
     @property
@@ -131,17 +132,17 @@ class LossConfig(BaseConfig):
             raise ValueError('type "custom" needs custom = "package.module:function"')
         if self.type != "custom" and (self.custom or self.custom_args):
             raise ValueError(
-                'custom and custom_args are of type = "custom": set it or leave them out'
+                'custom and custom_args need type = "custom": set it, or leave them out'
             )
         if self.importance_min > self.importance_max:
             raise ValueError("importance_min is above importance_max: lower it")
         if self.reference is not None and not self.needs_reference:
             raise ValueError(
-                'reference is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+                'reference needs type = "reverse_kl" or ref_kl_tau: set one of these, or leave it out'
             )
         if self.endpoint is not None and not self.needs_reference:
             raise ValueError(
-                'endpoint is of type "reverse_kl" and of ref_kl_tau: set one, or leave it out'
+                'endpoint needs type = "reverse_kl" or ref_kl_tau: set one of these, or leave it out'
             )
         if self.endpoint is not None and (self.reference or self.hint or self.teacher == "policy"):
             raise ValueError(
@@ -149,12 +150,10 @@ class LossConfig(BaseConfig):
             )
         if (self.teacher == "policy" or self.hint) and not self.needs_reference:
             raise ValueError(
-                'teacher and hint are of type "reverse_kl" and of ref_kl_tau: set one, or leave them out'
+                'teacher and hint need type = "reverse_kl" or ref_kl_tau: set one of these, or leave them out'
             )
         if self.teacher == "policy" and (self.reference is not None or not self.hint):
-            raise ValueError(
-                'teacher "policy" needs a hint, which it alone reads, and has no reference: set hint alone'
-            )
+            raise ValueError('teacher "policy" needs a hint, and no reference: set hint alone')
         if self.hint and "{demonstration}" not in self.hint:
             raise ValueError(
                 'hint has no "{demonstration}" in it: say where the right reply belongs'
@@ -200,7 +199,7 @@ class OverlongConfig(BaseConfig):
 
 
 class DifficultyPoolConfig(BaseConfig):
-    """Tasks of like difficulty, by the mean reward of their newest group."""
+    """Tasks of similar difficulty, by the mean reward of their newest group."""
 
     threshold: float
     """Largest mean reward of its tasks; the pool with the largest threshold takes all above it, too."""
@@ -227,7 +226,7 @@ class SamplerConfig(BaseConfig):
     """0: one task after the other. Else the next is drawn from the first num_tasks of the taskset, which may be
     endless, with weights by the rewards that a task earned last (difficulty pools)."""
     pools: dict[Label, DifficultyPoolConfig] = Field(default_factory=_pools)
-    """Difficulty pools by name. Those given replace the three that there are, `hard`, `normal` and `easy`."""
+    """Difficulty pools by name. Those given replace the three defaults: `hard`, `normal` and `easy`."""
 
     @model_validator(mode="after")
     def _has_tasks(self) -> Self:
@@ -299,9 +298,9 @@ class RowsConfig(BaseConfig):
     shuffle: bool = True
     """Shuffle anew every epoch, by `seed`."""
     max_bad_rows: Fraction = 0.05
-    """Share of rows that may be unusable; more end the run."""
+    """Share of rows that may be unusable; with more the run ends."""
     max_row_mib: Annotated[float, Field(gt=0, le=1024)] = 16.0
-    """A longer row is a bad one."""
+    """Largest row, MiB; a larger one counts as unusable."""
 
 
 class MixedSftConfig(RowsConfig):
@@ -320,7 +319,7 @@ class MixedSftConfig(RowsConfig):
 
 
 class LoraConfig(BaseConfig):
-    """Low-rank adapters (Hu et al. 2021): only these are trained, and only these travel."""
+    """Low-rank adapters (Hu et al. 2021): only these are trained and sent."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     """Rank of B A, the update of a layer's weights."""
@@ -359,9 +358,9 @@ class FsdpConfig(BaseConfig):
     """Gather a layer's weights again in backward; false keeps them whole in between: faster, and 2 bytes a
     parameter more."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Deadline of a collective: a rank that is not heard of for so long is dead. A step may take twice this,
-    and 10 ms for each token; what reads or writes the whole model three times. All ranks have so long to meet,
-    and again to load the model, and 600 s at least."""
+    """Deadline of a collective: a rank that is silent for this long counts as dead. A step may take twice this,
+    and 10 ms for each token; what reads or writes the whole model three times. All ranks have this long, and at
+    least 600 s, to connect, and again to load the model."""
 
     @property
     def start_s(self) -> float:
@@ -414,17 +413,17 @@ class TrainingConfig(BaseConfig):
     `max_rl`: by its mean; `grpo_length`: grpo on rewards that length_penalty was taken from; `rloo`: reward
     minus the mean of the others; `reinforce_plus_plus`: grpo divided by the batch's standard deviation;
     `rae`: reward minus a moving average of the agent's rewards; `hierarchical_grpo`: grpo, for the agents that
-    `episode_agents` names within each episode. Of several agents each is compared with itself alone."""
+    `episode_agents` names within each episode. With several agents, each is compared only with itself."""
     rae_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """rae: share of an agent's baseline that is left when another reward of it comes in."""
+    """rae: share of an agent's baseline that remains when its next reward comes in."""
     episode_agents: tuple[str, ...] = ()
     """hierarchical_grpo: agents that play an episode several times, as the solvers of one proposed problem."""
     overlong: OverlongConfig | None = None
     """Take from the rewards of rollouts that come close to the longest reply."""
     length_penalty: LengthPenaltyConfig = LengthPenaltyConfig()
     filter_zero_advantages: bool = True
-    """Leave out groups with advantages of 0 alone; else they are trained, and only the pull and the reference
-    term act on them. A loss that reads no advantage has them all."""
+    """Leave out groups whose advantages are all 0; else they are trained, and only the pull and the reference
+    term act on them. A loss that reads no advantage trains on all groups."""
     curriculum: CurriculumConfig = CurriculumConfig()
     loss: LossConfig = LossConfig()
     sft: MixedSftConfig | None = None
@@ -438,17 +437,17 @@ class TrainingConfig(BaseConfig):
     lora: LoraConfig | None = None
     """Train adapters of this shape in place of all weights."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """torch threads; 0 leaves torch's choice. Small models want 1."""
+    """torch threads; 0: torch's default. 1 is best for small models."""
     device: str = "auto"
-    """`auto` takes cuda where there is one, else cpu."""
+    """`auto`: cuda if available, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward; masters and optimizer are always fp32. `auto` is bfloat16 on a GPU."""
     compile: bool | None = None
     """torch.compile of each layer; default: on a GPU."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """`selective` keeps attention's output and computes the rest of a layer again; `full` all of it."""
+    """`selective` keeps attention's output and recomputes the rest of a layer; `full` recomputes all of it."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Most of each GPU's memory that the learner takes; it frees its reuse cache before that."""
+    """Largest share of each GPU's memory that the learner takes; it frees its reuse cache before that."""
     optimizer_offload: bool = False
     """Keep the optimizer's moments in the host's memory between steps."""
     head_chunk: Positive = 8192
@@ -456,9 +455,9 @@ class TrainingConfig(BaseConfig):
     context_parallel: Positive = 1
     """Ranks that share one sequence; key-value heads are divided among them."""
     expert_parallel: Positive = 1
-    """Ranks that share out the experts of a mixture, all or 1; tokens travel in place of weights."""
+    """Ranks that divide the experts of a mixture among them, all or 1; tokens are sent instead of weights."""
     deterministic: bool = False
-    """Use only kernels that give the same bits each time; slower on a GPU."""
+    """Use only kernels that give the same bits every time; slower on a GPU."""
 
     @model_validator(mode="after")
     def _keeps_matrices_whole(self) -> Self:

@@ -81,7 +81,7 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
             "max_model_len"
         ]  # set in a file it would bound what the run's manifest says
     dumped["environments"] = {
-        "allow": [one.id for one in config.mixture]
+        "allow": [environment.id for environment in config.mixture]
     }  # the author of the run's config allows them
     dumped |= config.model_dump(
         mode="json", include={"monitors"}, exclude={"monitors": OF_THE_TRAINER}
@@ -106,7 +106,7 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
         result.setdefault("OMP_NUM_THREADS", "1")
     local = config.model.create is not None or expand_home(config.model.name).is_dir()
     offline = BUNDLED.keys() - {name for name, module in BUNDLED.items() if module in READS_DATA}
-    if local and {one.id for one in config.mixture} <= offline:  # they need no hub
+    if local and {environment.id for environment in config.mixture} <= offline:  # they need no hub
         result.setdefault("HF_HUB_OFFLINE", "1")
     return result
 
@@ -115,7 +115,7 @@ def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[st
     """Make the trainer's environment without our settings, as a worker's are in its file, and without keys of
     judges."""
     ours = {"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"}
-    keys = {one.judge.key_variable for one in config.mixture if one.judge}
+    keys = {environment.judge.key_variable for environment in config.mixture if environment.judge}
     return {
         name: value
         for name, value in trainer_environment(config, environ).items()
@@ -140,11 +140,11 @@ class LauncherTimeouts:
     back_off: tuple[float, ...] = (1.0, 3.0, 9.0)
     """Pauses before the restarts of one worker; it is given up after the last."""
     ticket: float = 300.0
-    """For the trainer to write its ticket."""
+    """Time for the trainer to write its ticket."""
     well: float = 600.0
-    """A worker that lived this long has all its restarts again."""
+    """A worker that ran this long gets all its restarts back."""
     logs: float = 10.0
-    """Between two looks at how large the logs of the processes are."""
+    """Between two checks of the sizes of the processes' logs."""
     leave: float = 30.0
     """Time for workers to leave by themselves after the run, seconds."""
     grace: float = 20.0
@@ -340,7 +340,7 @@ class Launcher:
                 return True
             if clock() - born >= self.pace.well:
                 pauses = iter(self.pace.back_off)
-            # once again, as the memory of a process that has just died may still be taken
+            # try once more: the memory of a process that has just died may not be free yet
             hopeless = code in HOPELESS or (crowded and CROWDED in failure)
             crowded = CROWDED in failure
             pause = None if hopeless else next(pauses, None)
@@ -401,7 +401,7 @@ class Launcher:
 
 
 ERROR_PREFIX = "primerl-node: error: "
-"""How the CLI prints what ended it."""
+"""How the CLI begins the line with the error that ended it."""
 HOPELESS = frozenset({UsageError.exit_code, TicketError.exit_code})
 """Exit codes of a worker for which a restart is useless."""
 

@@ -50,7 +50,7 @@ class GpuSplit:
         """Choose the GPUs of (trainer, inference). Raises UsageError."""
         if self._trainer is None:
             self._trainer = self._trainer_count()
-        parts = [one for one in (self._trainer, self._inference) if isinstance(one, tuple)]
+        parts = [part for part in (self._trainer, self._inference) if isinstance(part, tuple)]
         named = {name for part in parts for name in part}
         free = [name for name in self._gpus if name not in named]
         others = self._inference if isinstance(self._inference, tuple) else ()
@@ -75,21 +75,21 @@ class GpuSplit:
                 f"training.backend is fsdp and {len(self._gpus)} GPUs are visible: say how many the "
                 "trainer gets with --trainer-gpus N; the workers get the others"
             )
-        taken = self._inference if isinstance(self._inference, int) else len(self._inference)
-        return max(1, len(self._gpus) - taken)
+        inference = self._inference if isinstance(self._inference, int) else len(self._inference)
+        return max(1, len(self._gpus) - inference)
 
-    def _take(self, option: str, asked: "int | Names", free: list[str], other: Names) -> Names:
-        if isinstance(asked, tuple):
-            return asked
-        if asked > len(free) and self._launch.share_gpus:
+    def _take(self, option: str, request: "int | Names", free: list[str], other: Names) -> Names:
+        if isinstance(request, tuple):
+            return request
+        if request > len(free) and self._launch.share_gpus:
             free = [*free, *reversed(other)]
-        if asked > len(free):
+        if request > len(free):
             raise UsageError(
-                f"--{option} {asked}: {len(self._gpus)} visible, {len(free)} of them free: ask for "
+                f"--{option} {request}: {len(self._gpus)} visible, {len(free)} of them free: ask for "
                 "fewer, show more in CUDA_VISIBLE_DEVICES, or say --launch.share-gpus to let trainer and "
                 "workers have the same ones"
             )
-        return tuple(free[:asked])
+        return tuple(free[:request])
 
     def _shared(self, trainer: Names) -> Names:
         if len(self._gpus) > 1 and not self._launch.share_gpus:
@@ -115,10 +115,10 @@ def _ask(option: str, text: str, gpus: Names) -> "int | Names | None":
     if text.isdigit():
         return int(text)
     names = [name for name in text.split(",") if name]
-    found = tuple(_find(option, name, gpus) for name in names)
-    if len(set(found)) < len(found):
+    devices = tuple(_find(option, name, gpus) for name in names)
+    if len(set(devices)) < len(devices):
         raise UsageError(f"--{option} {text} names a GPU twice: name each once")
-    return found
+    return devices
 
 
 def _find(option: str, name: str, gpus: Names) -> str:
@@ -173,7 +173,7 @@ def planned_shares(
     there = gpus() if shape is not None else ()
     if shape is None or not there:
         return None
-    gpu = min(one.total for one in there)
+    gpu = min(memory.total for memory in there)
     fitting = with_fitting_auditor(config, shape, gpu)
     left = worker_share(fitting, shape, gpu)
     workers = min(MOST, (1 - KEPT_FREE) * left)
@@ -323,14 +323,14 @@ def place(
     if memory is not None and beside is not None:
         tp = max(len(names or ()) for names in places) // (config.engine.pp * config.engine.dp)
         cache = planned_cache(config, memory, beside.gpu, tp)
-    said = config.training.gpu_memory_utilization < 1
+    has_limit = config.training.gpu_memory_utilization < 1
     return GpuPlacement(
         trainer=trainer,
         workers=places,
         ranks=_ranks(config, trainer),
         memory=memory,
         cache=cache,
-        trainer_memory=None if beside is None or said else beside.trainer,
+        trainer_memory=None if beside is None or has_limit else beside.trainer,
         embedded=beside is not None and beside.embedded,
         notes=(*notes, *_together(trainer, places)),
     )
@@ -343,7 +343,7 @@ def _places(config: RunConfig, inference: Names) -> tuple[tuple[Names | None, ..
         return (), []
     size = engine_size(config, len(inference), wanted or 1)
     parts = [inference[at : at + size] for at in range(0, len(inference) - size + 1, size)]
-    asked, idle = bool(config.launch.inference_gpus), len(inference) % size
+    explicit, idle = bool(config.launch.inference_gpus), len(inference) % size
     if not parts:
         raise UsageError(
             f"an engine of {size} GPUs (engine.tp x pp x dp) does not fit {_count(len(inference))} for "
@@ -352,7 +352,7 @@ def _places(config: RunConfig, inference: Names) -> tuple[tuple[Names | None, ..
     if wanted is not None and wanted < len(parts):
         idle += (len(parts) - wanted) * size
         parts = parts[:wanted]
-    if idle and asked:
+    if idle and explicit:
         raise UsageError(
             f"{_count(len(inference))} for inference in engines of {size} leave {idle} idle: ask for "
             f"--inference-gpus {len(parts) * size}, or change engine.tp, engine.dp or launch.workers"
@@ -401,7 +401,7 @@ def _memory(
     places: Sequence[Names | None],
     shares: Callable[[RunConfig], MemoryShares | None],
 ) -> tuple[float | None, MemoryShares | None]:
-    """Share out the memory of GPUs that several have: to each worker, and beside the trainer."""
+    """Divide the memory of shared GPUs among the workers and the trainer."""
     if config.engine.type != "vllm" or MEMORY_KEYS & set(config.engine.vllm):
         return None, None
     used = [name for names in places for name in names or ()]

@@ -1,1 +1,1 @@
-"""What models, engines and learners take of memory, computed before anything is loaded."""
+"""The memory of models, engines and learners, predicted before anything is loaded."""

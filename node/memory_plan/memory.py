@@ -67,9 +67,9 @@ LOGITS_BUFFERS = (
 )
 ALLOCATOR_SLACK = 0.05
 LINEAR_TRITON = (3, 7, 1)
-"""Earlier ones compile flash-linear-attention wrongly on Hopper, so it refuses; torch 2.12.1 brings this."""
+"""Triton of torch 2.12.1: earlier ones miscompile flash-linear-attention on Hopper, so it refuses them."""
 PADDING = 2
-"""Most tokens per token of a row, its sequences padded to the longest (LOOSE in training/attention.py)."""
+"""Most tokens per token of a row after padding to its longest sequence (LOOSE in training/attention.py)."""
 AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass (verification/)
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
 AUDIT_LOGITS = 256 * MIB
@@ -219,13 +219,13 @@ def sequence_bytes(config: EngineConfig, shape: ModelShape, length: int, device:
     A sliding-window layer holds its window plus the tokens of one step, a linear-attention layer its state.
     """
     block = int(config.vllm.get("block_size") or BLOCK_TOKENS[device.kind])
-    found = token_bytes(config, shape) * -(-length // block) * block
+    nbytes = token_bytes(config, shape) * -(-length // block) * block
     if shape.windowed_layers:
-        seen = min(shape.window - 1 + step_tokens(config, device), length)
+        window = min(shape.window - 1 + step_tokens(config, device), length)
         layers = -(-shape.windowed_layers // config.pp)
-        found += layers * _layer_token_bytes(config, shape) * (-(-seen // block) + 1) * block
+        nbytes += layers * _layer_token_bytes(config, shape) * (-(-window // block) + 1) * block
     linear = -(-shape.linear.layers // config.pp)
-    return found + linear * STATE_BYTES * shape.linear.state // tensor_parallel(config)
+    return nbytes + linear * STATE_BYTES * shape.linear.state // tensor_parallel(config)
 
 
 def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machine: int) -> int:
@@ -349,17 +349,17 @@ def _step_items(config: EngineConfig, shape: ModelShape, device: Device) -> list
     if vllm and config.quantization == "fp8":
         tables = shape.embedding * (1 if shape.tied or config.pp > 1 else 2) // tp
         weights = tables * element + count - tables
-    found = [
+    items = [
         MemoryItem("weights", ranks * weights),
         MemoryItem("logits", logits, estimate=True),
     ]
     if vllm:
         step = ranks * tokens * width * element
-        found.insert(1, MemoryItem("activations", step, estimate=True))
+        items.insert(1, MemoryItem("activations", step, estimate=True))
     if vllm and config.draft_head is not None:
         head = shape.layer_parameters() // tp + 2 * shape.hidden**2
-        found.append(MemoryItem("draft head", ranks * head * element, estimate=True))
-    return found
+        items.append(MemoryItem("draft head", ranks * head * element, estimate=True))
+    return items
 
 
 def _logit_rows(config: EngineConfig) -> int:
@@ -503,7 +503,7 @@ def plan_learner(
     element = 2 if half else 4
     tokens = -(-config.seq_len // config.context_parallel)
     kernels = has_linear_kernels(gpu and half, kernels)
-    kept, layer = _kept(config, shape, element, gpu=gpu, kernels=kernels)
+    activations, layer = _kept(config, shape, element, gpu=gpu, kernels=kernels)
     rows = min(tokens, config.head_chunk)
     logits = LOGITS_BUFFERS * rows * shape.vocabulary * element
     if not gpu:
@@ -516,13 +516,13 @@ def plan_learner(
     gradients = 4 * _trained(config, shape) // ranks
     return LearnerMemory(
         _resident(config, shape, gpu, ranks, exports),
-        kept
+        activations
         + MemoryBreakdown.of(
             [
                 MemoryItem("logits", logits),
                 MemoryItem("hidden states and gradient", 2 * tokens * shape.hidden * element),
                 MemoryItem("gradient of the head", head),
-                slack(kept.total + logits),
+                slack(activations.total + logits),
             ]
         ),
         MemoryBreakdown.of([MemoryItem("gradients", gradients)])
@@ -572,18 +572,18 @@ def _kept(
     module = tokens * linear.kept_bytes(element, kernels=kernels)
     padding = 0 if kernels else PADDING - 1
     again, modules = "a layer", linear.layers
-    kept = full * attention + linear.layers * others
+    activations = full * attention + linear.layers * others
     if how != "none":
         again, modules = "a layer, computed again", 0
         width = shape.layers * shape.hidden + (how == "selective") * full * shape.attention_width
-        kept = tokens * width * element
+        activations = tokens * width * element
     largest = max(attention, others + module) if linear.layers else attention
     mixing = module if largest > attention else 0
     gradients = max(largest // 4, tokens * linear.backward_bytes(element) * kernels)
     return (
         MemoryBreakdown.of(
             [
-                MemoryItem("kept for backward", kept),
+                MemoryItem("kept for backward", activations),
                 MemoryItem("of linear attention", modules * module),
                 MemoryItem("of its padding, at most", modules * module * padding, estimate=True),
             ]
@@ -648,10 +648,10 @@ def _kept_elements(shape: ModelShape, compiled: bool) -> int:
     Not compiled: also the norms' input in fp32 and normalized value, the gate's activation and the product.
     """
     queries, keys = shape.attention_width, shape.kv_width
-    kept = 2 * (queries + keys) + keys + queries + shape.gated * queries
+    elements = 2 * (queries + keys) + keys + queries + shape.gated * queries
     if not compiled:
-        kept += 2 * (queries + keys) + 2 * shape.gated * queries
-    return kept + _unmixed_elements(shape, compiled)
+        elements += 2 * (queries + keys) + 2 * shape.gated * queries
+    return elements + _unmixed_elements(shape, compiled)
 
 
 def _unmixed_elements(shape: ModelShape, compiled: bool) -> int:
@@ -664,8 +664,8 @@ def _unmixed_elements(shape: ModelShape, compiled: bool) -> int:
     if shape.experts and shape.sparse_layers:
         routed = shape.experts_per_token * (3 * shape.expert_width + shape.hidden)
         width = (routed + 3 * shape.shared_width) // 3
-    kept = 4 * shape.hidden + 3 * width
-    return kept if compiled else kept + 6 * shape.hidden + width
+    elements = 4 * shape.hidden + 3 * width
+    return elements if compiled else elements + 6 * shape.hidden + width
 
 
 def smaller_learner(
@@ -677,8 +677,8 @@ def smaller_learner(
     """
     stronger = {"none": '"selective" or "full"', "selective": '"full"'}
     ways = ["training.seq_len lower"]
-    if found := stronger.get(config.activation_checkpointing):
-        ways.insert(0, f"training.activation_checkpointing to {found}")
+    if modes := stronger.get(config.activation_checkpointing):
+        ways.insert(0, f"training.activation_checkpointing to {modes}")
     advice = f"set {' or '.join(ways)}"
     half = gpu and _is_half(config, gpu)
     if half and shape.linear.layers and not has_linear_kernels(half, kernels):
@@ -728,8 +728,8 @@ def plan_auditor(config: RunConfig, shape: ModelShape, versions: int) -> list[Me
             computing,
             *([scores] if scored else []),
         ]
-    kept = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
-    networks = MemoryItem("the auditor's networks", kept * network)
+    count = max(1, min(versions, AUDIT_KEEPS // (2 * shape.parameters)))
+    networks = MemoryItem("the auditor's networks", count * network)
     # at most what it would keep in bf16 for backward; measured: 0.5 to 0.85 of that in any dtype
     layer = at_once * shape.linear.kept_bytes(2, kernels=False)
     mixing = MemoryItem("of linear attention, at most", layer, estimate=True)
@@ -746,7 +746,7 @@ def fsdp_ranks(training: TrainingConfig) -> int:
 def worker_share(config: RunConfig, shape: ModelShape, gpu: int) -> float:
     """Choose gpu_memory_utilization for a worker's vLLM that shares its GPU with the trainer.
 
-    `gpu`: bytes of the GPU. 0.0 if the trainer needs all of it.
+    `gpu`: bytes of the GPU. Returns 0.0 if the trainer needs all of it.
     """
     learner, beside = plan_trainer(config, shape, gpu=True)
     beyond = _beside_engine(config.engine, shape, proofs=True)

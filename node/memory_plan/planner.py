@@ -127,11 +127,13 @@ def replace(
     Takes the first spare that fits.
     """
     gone, stages = set(lost), list(plan.stages)
-    left = [one for one in spares if one.node not in gone and plan.rank_of(one.node) is None]
+    left = [
+        spare for spare in spares if spare.node not in gone and plan.rank_of(spare.node) is None
+    ]
     for rank, stage in enumerate(stages):
         if stage.node not in gone:
             continue
-        spare = next((one for one in left if fits(plan, rank, one.offer, costs)), None)
+        spare = next((spare for spare in left if fits(plan, rank, spare.offer, costs)), None)
         if spare is None:
             return None
         left.remove(spare)
@@ -140,7 +142,7 @@ def replace(
         plan,
         generation=plan.generation + 1,
         stages=tuple(stages),
-        spares=tuple(one.node for one in left[:MAX_SPARES]),
+        spares=tuple(spare.node for spare in left[:MAX_SPARES]),
     )
 
 
@@ -160,9 +162,9 @@ def fits(plan: PipelinePlan, rank: int, offer: StageOffer, costs: Costs) -> bool
 def ring_ms(order: Sequence[Offered], step_bytes: int) -> float:
     """Estimate the network time of a step of `step_bytes` around the ring, ms."""
     total = 0.0
-    for rank, (one, after) in enumerate(_hops(order)):
-        total += _round_trip(one, after) / 2
-        bandwidth = _bandwidth(one, after)
+    for rank, (peer, after) in enumerate(_hops(order)):
+        total += _round_trip(peer, after) / 2
+        bandwidth = _bandwidth(peer, after)
         if rank < len(order) - 1 and bandwidth:
             total += min(SLOWEST_MS, 1000 * step_bytes / bandwidth)
     return total
@@ -178,15 +180,15 @@ def _hops(order: Sequence[Offered]) -> list[tuple[Offered, Offered]]:
     return list(zip(order, [*order[1:], *order[:1]], strict=True))
 
 
-def _round_trip(one: Offered, other: Offered) -> float:
+def _round_trip(peer: Offered, other: Offered) -> float:
     """Return the longer of both ends' reports, ms, so that no node can claim to be nearer."""
-    known = one.offer.round_trips.get(other.node), other.offer.round_trips.get(one.node)
+    known = peer.offer.round_trips.get(other.node), other.offer.round_trips.get(peer.node)
     return max((value for value in known if value is not None), default=UNKNOWN_MS)
 
 
-def _bandwidth(one: Offered, other: Offered) -> float:
+def _bandwidth(peer: Offered, other: Offered) -> float:
     """Return the smaller of both ends' reports, bytes/s; 0 if neither measured."""
-    known = one.offer.bandwidths.get(other.node), other.offer.bandwidths.get(one.node)
+    known = peer.offer.bandwidths.get(other.node), other.offer.bandwidths.get(peer.node)
     return min((value for value in known if value), default=0.0)
 
 
@@ -197,11 +199,13 @@ def _explicit(
     offers: Sequence[Offered], costs: Costs, tokens: int, head: bytes | None
 ) -> list[Offered] | None:
     """Return the order of nodes whose operators set their rank, if every rank is taken."""
-    for count in sorted({one.offer.world_size for one in offers if one.offer.rank >= 0}):
-        ranked = [one for one in offers if one.offer.rank >= 0 and one.offer.world_size == count]
-        places = [[one for one in ranked if one.offer.rank == rank] for rank in range(count)]
+    for count in sorted({peer.offer.world_size for peer in offers if peer.offer.rank >= 0}):
+        ranked = [
+            peer for peer in offers if peer.offer.rank >= 0 and peer.offer.world_size == count
+        ]
+        places = [[peer for peer in ranked if peer.offer.rank == rank] for rank in range(count)]
         if head is not None and count:
-            places[0] = [one for one in places[0] if one.node == head]
+            places[0] = [peer for peer in places[0] if peer.node == head]
         order = [max(some, key=_memory) for some in places if some]
         if len(order) == count >= 2 and holds(order, costs, tokens):
             return order
@@ -212,9 +216,9 @@ def _free(
     offers: Sequence[Offered], costs: Costs, terms: PlanLimits, tokens: int, head: bytes | None
 ) -> list[Offered] | None:
     """Return the best order of the fewest unranked nodes that hold the model."""
-    free = [one for one in offers if one.offer.rank < 0]
+    free = [peer for peer in offers if peer.offer.rank < 0]
     for count in range(2, min(len(free), MAX_STAGES, costs.layers) + 1):
-        able = [one for one in free if one.offer.world_size in (0, count)]
+        able = [peer for peer in free if peer.offer.world_size in (0, count)]
         able.sort(key=_memory, reverse=True)
         if len(able) < count or _too_little(able[:count], costs, tokens):
             continue
@@ -237,7 +241,7 @@ def _best(
     `able` is sorted by memory, descending.
     """
     if head is not None:
-        able = sorted(able, key=lambda one: one.node != head)
+        able = sorted(able, key=lambda peer: peer.node != head)
         if able[0].node != head:
             return None
     size = ROWS * terms.hidden_size * (4 if terms.dtype == "float32" else 2)
@@ -259,7 +263,8 @@ def _orders(
     if math.perm(count, count) > MAX_ORDERS:
         starts = able[:STARTS] if head is None else able[:1]
         near = (
-            _nearest(start, [one for one in able[:count] if one is not start]) for start in starts
+            _nearest(start, [peer for peer in able[:count] if peer is not start])
+            for start in starts
         )
         yield from (order for order in near if holds(order))
         return
@@ -268,7 +273,7 @@ def _orders(
         most += 1
     for chosen in itertools.combinations(able[:most], count):
         for first, last in itertools.permutations(chosen, 2):
-            between = [one for one in chosen if one is not first and one is not last]
+            between = [peer for peer in chosen if peer is not first and peer is not last]
             if head in (None, first.node) and holds([first, *between, last]):
                 for middle in itertools.permutations(between):
                     yield [first, *middle, last]
@@ -278,7 +283,7 @@ def _nearest(start: Offered, others: list[Offered]) -> list[Offered]:
     """Order nodes by nearest neighbour from `start`, then improve the ring by 2-opt."""
     order, left = [start], list(others)
     while left:
-        near = min(left, key=lambda one: _round_trip(order[-1], one))
+        near = min(left, key=lambda peer: _round_trip(order[-1], peer))
         left.remove(near)
         order.append(near)
     for _ in range(len(order)):
@@ -292,8 +297,8 @@ def _nearest(start: Offered, others: list[Offered]) -> list[Offered]:
     return order
 
 
-def _memory(one: Offered) -> int:
-    return one.offer.memory_bytes
+def _memory(peer: Offered) -> int:
+    return peer.offer.memory_bytes
 
 
 def _too_little(largest: Sequence[Offered], costs: Costs, tokens: int) -> bool:
@@ -301,7 +306,7 @@ def _too_little(largest: Sequence[Offered], costs: Costs, tokens: int) -> bool:
 
     A cheap pre-check.
     """
-    most = (costs.capacity(_memory(one), tokens, first=False, last=False) for one in largest)
+    most = (costs.capacity(_memory(peer), tokens, first=False, last=False) for peer in largest)
     return sum(max(0, layers) for layers in most) < costs.layers
 
 
@@ -334,8 +339,8 @@ def _tokens(sequences: int, terms: PlanLimits, block: int) -> int:
 
 def _capacities(order: Sequence[Offered], costs: Costs, tokens: int) -> list[int]:
     return [
-        costs.capacity(_memory(one), tokens, first=rank == 0, last=rank == len(order) - 1)
-        for rank, one in enumerate(order)
+        costs.capacity(_memory(peer), tokens, first=rank == 0, last=rank == len(order) - 1)
+        for rank, peer in enumerate(order)
     ]
 
 
@@ -368,20 +373,20 @@ def _plan_of(
     counts = share_layers(_capacities(order, costs, shape.kv_tokens), costs)
     ends = list(itertools.accumulate(counts))
     stages = tuple(
-        Stage(one.node, end - count, end)
-        for one, count, end in zip(order, counts, ends, strict=True)
+        Stage(peer.node, end - count, end)
+        for peer, count, end in zip(order, counts, ends, strict=True)
     )
-    taken = {one.node for one in order}
+    members = {peer.node for peer in order}
     spares = sorted(
         (
-            one
-            for one in offers
-            if one.node not in taken and one.offer.world_size in (0, len(order))
+            spare
+            for spare in offers
+            if spare.node not in members and spare.offer.world_size in (0, len(order))
         ),
-        key=lambda one: sum(_round_trip(one, other) for other in order),
+        key=lambda spare: sum(_round_trip(spare, other) for other in order),
     )
     return PipelinePlan(
-        group, generation, stages, tuple(one.node for one in spares[:MAX_SPARES]), shape
+        group, generation, stages, tuple(spare.node for spare in spares[:MAX_SPARES]), shape
     )
 
 
@@ -395,7 +400,7 @@ def _shape(order: Sequence[Offered], costs: Costs, terms: PlanLimits) -> Pipelin
     element = 4 if terms.dtype == "float32" else 2
     size = ROWS * terms.hidden_size * element
     around = ring_ms(order, size) if is_measured(order) else ASSUMED_MS
-    encodings: set[Encoding] = {one.offer.encoding for one in order}
+    encodings: set[Encoding] = {peer.offer.encoding for peer in order}
     lanes = max(len(order) + math.ceil(around / STEP_MS), math.ceil(sequences / GRAPH_ROWS))
     return PipelineShape(
         engine=offer.engine,

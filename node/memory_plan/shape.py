@@ -332,8 +332,8 @@ def _windows(config: Mapping[str, Any], layers: int, family: Family) -> tuple[in
     if not window or config.get("use_sliding_window") is False:
         return 0, 0
     if isinstance(kinds, list):
-        found = sum(kind == "sliding_attention" for kind in kinds)
-        return found, window if found else 0
+        count = sum(kind == "sliding_attention" for kind in kinds)
+        return count, window if count else 0
     return (layers, window) if family.sliding else (0, 0)
 
 

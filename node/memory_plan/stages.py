@@ -141,9 +141,9 @@ def cannot_hold(
     there: Sequence[GpuMemory] | None = None,
     free: int | None = None,
 ) -> str:
-    """Return by how much the whole model does not fit into this machine, by estimate.
+    """Say how much memory this machine lacks for the whole model, by estimate.
 
-    Returns "" if it does.
+    Returns "" if it fits.
     """
     device, ranks = _device(config, there, free)
     config = config.model_copy(update={"tp": ranks})

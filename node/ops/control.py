@@ -45,7 +45,7 @@ class PeerRow(msgspec.Struct):
     bytes_sent: int
     bytes_received: int
     version: int
-    """Policy version it says it holds; -1 before the first."""
+    """Policy version that it reports; -1 before the first."""
     lag: int
     leases: int
     accepted: int
@@ -58,9 +58,9 @@ class PeerRow(msgspec.Struct):
     """Seconds ago."""
     software: str
     audited: int = 0
-    """Rollouts of it that were audited."""
+    """Its rollouts that were audited."""
     suspicion: float = 0.0
-    """How far the evidence of audits has come on the way to a ban: 1 is one."""
+    """Evidence from audits as a share of what a ban takes: at 1 it is banned."""
     refused: str = ""
     """Why it gets no leases, or none of some environments, or its audits no longer count; empty while all is
     well."""
@@ -69,17 +69,17 @@ class PeerRow(msgspec.Struct):
     stage: str = ""
     """Its stage of a pipeline and that stage's layers; empty for none."""
     numerics: str = ""
-    """How it says that it computes; empty where it did not say."""
+    """Numerics class that it reports; empty if none."""
     silent_s: float = 0.0
     """Seconds since its last message, where one was due; 0 while all is well."""
     starting: bool = False
-    """Whether it is connected and asked for no work yet: its engine starts, or its first policy comes."""
+    """Whether it is connected but has not asked for work: its engine or its first policy is loading."""
     left: bool = False
     """Whether it said goodbye before it fell silent."""
     trusts: dict[str, float] = {}
-    """By environment, of those that it sent work of."""
+    """Trust by environment, for those that it sent work on."""
     second: str = ""
-    """That another program with its key was refused lately, and from where."""
+    """Warning that another program with its key was refused lately, and from where."""
 
 
 class EngineRow(msgspec.Struct):
@@ -117,7 +117,7 @@ class EnvironmentRow(msgspec.Struct):
     """Share of the leased groups by its ratio, 0 to 1."""
     group_size: int
     reward: float | None = None
-    """Mean of its rollouts in the last batch that had some; None before the first."""
+    """Mean reward of its rollouts in the last batch that had some; None before the first."""
     accepted: int = 0
     """Rollouts of it so far."""
     rejected: int = 0
@@ -144,14 +144,14 @@ class GroupRow(msgspec.Struct):
 
 
 class StageRow(msgspec.Struct):
-    """The stage that a worker is of a pipeline."""
+    """A worker's stage of a pipeline."""
 
     group: str
     generation: int
     rank: int
     stages: int
     layers: str
-    """The first and the last, both held: 0-13."""
+    """Its first and last layers: 0-13."""
     state: str
     """`healthy`, `starting`, or the fault."""
     epoch: int = -1
@@ -170,7 +170,7 @@ class StageRow(msgspec.Struct):
     lanes: int = 0
     """Micro-batches that the sequences are cut into (stage 0)."""
     in_flight: int = 0
-    """Micro-batches that are on their way round (stage 0)."""
+    """Micro-batches in flight around the ring (stage 0)."""
 
 
 class BoundsRow(msgspec.Struct):
@@ -291,7 +291,7 @@ class ControlServer:
             self._server.close()
             remove_socket(self._path)
             self._server = None
-            await asyncio.sleep(0)  # a connection that was just accepted is a caller by then
+            await asyncio.sleep(0)  # a connection that was just accepted becomes a caller
             for caller in self._callers:
                 caller.transport.abort()
 
@@ -310,9 +310,9 @@ class ControlServer:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            asked = json.loads(line)
-            name = str(asked["command"])
-            arguments = asked.get("arguments", {})
+            request = json.loads(line)
+            name = str(request["command"])
+            arguments = request.get("arguments", {})
         except (ValueError, KeyError, TypeError):
             return {"error": "a request is a JSON object with a command"}
         command = self._commands.get(name)
@@ -340,10 +340,10 @@ def ask(data_dir: Path, command: str, **arguments: Any) -> Any:
     path = socket_path(data_dir)
     try:
         with connected(path, ASK_TIMEOUT_S) as connection:
-            asked = (
+            request = (
                 {"command": command, "arguments": arguments} if arguments else {"command": command}
             )
-            connection.sendall(json.dumps(asked).encode() + b"\n")
+            connection.sendall(json.dumps(request).encode() + b"\n")
             reply = _read_line(connection)
     except (FileNotFoundError, ConnectionError) as error:
         raise NetworkError(
@@ -494,7 +494,7 @@ def unregister(path: Path) -> None:
 
 def running(*, where: Path | None = None) -> list[RunningEntry]:
     """List running nodes, the latest started first. Entries of dead processes are removed."""
-    found: list[RunningEntry] = []
+    entries: list[RunningEntry] = []
     for path in sorted((where or registry_directory()).glob("*.json")):
         if not _ENTRY.fullmatch(path.name):
             continue
@@ -502,8 +502,8 @@ def running(*, where: Path | None = None) -> list[RunningEntry]:
         if entry is None or not _alive(entry):
             path.unlink(missing_ok=True)
         else:
-            found.append(entry)
-    return sorted(found, key=lambda entry: -entry.started)
+            entries.append(entry)
+    return sorted(entries, key=lambda entry: -entry.started)
 
 
 def _read_entry(path: Path) -> RunningEntry | None:

@@ -1,6 +1,6 @@
 """Logging: one line per event on stderr for people, the same as JSON lines in a file for machines.
 
-Peers' words are in these lines: nothing of them may reach a terminal as a control sequence.
+Lines may hold text from peers: none of it may reach a terminal as a control sequence.
 """
 
 import json
@@ -40,9 +40,9 @@ class LogLimits:
     """Size of a log."""
 
     max_bytes: int = 16 * 2**20
-    """A log file that would grow beyond this is put aside as NAME.1, and a new one begins."""
+    """A log file that would grow beyond this is renamed to NAME.1, and a new one begins."""
     keep: int = 4
-    """Log files that are kept when they were put aside."""
+    """Rotated log files that are kept."""
 
 
 class JsonLines(logging.Formatter):
@@ -65,7 +65,7 @@ class PlainLines(logging.Formatter):
     """One line per record for a terminal; unprintable characters are shown as escapes."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Format the line, on which a message cannot begin another."""
+        """Format the line; a message cannot begin a new one."""
         return _printable(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
@@ -80,21 +80,21 @@ def _printable(text: str) -> str:
 
 
 class ConsoleLines(logging.StreamHandler[Any]):
-    """The log on stderr. A failure to write there has no other place to be reported."""
+    """The log on stderr. A failure to write there can be reported nowhere else."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Pass over a line that could not be written; show a mistake in our own call."""
+        """Ignore a line that could not be written; show a mistake in our own call."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 class FileLines(RotatingFileHandler):
-    """The log in a file, put aside by size. A disk that is full costs lines, and one line on stderr says so."""
+    """The log in a file, rotated by size. On a full disk lines are lost, and one line on stderr says so."""
 
     def __init__(self, file: Path, limits: LogLimits) -> None:
         super().__init__(file, maxBytes=limits.max_bytes, backupCount=limits.keep, encoding="utf-8")
         self._failed = False
-        """The present line could not be written."""
+        """Report that the current line could not be written."""
         self._failing = False
 
     def _open(self) -> TextIOWrapper:

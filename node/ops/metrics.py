@@ -53,15 +53,15 @@ class MetricsLog:
             text = self._path.read_bytes()
         except OSError as error:
             raise file_error(error, self._path) from error
-        # A byte that is no UTF-8 spoils its own line alone.
+        # An invalid byte damages only its own line.
         lines = text.decode("utf-8", "replace").splitlines()
-        kept = [line for line in lines if _step_of(line) <= step]
+        earlier = [line for line in lines if _step_of(line) <= step]
         unread = sum(_step_of(line) == math.inf for line in lines[:-1])  # the last may be torn
         if unread:
             logger.warning("%s: %d damaged lines are left out", self._path, unread)
-        if len(kept) < len(lines):
-            self._replace(kept)
-        there = (json.loads(line) for line in kept if _step_of(line) == step)
+        if len(earlier) < len(lines):
+            self._replace(earlier)
+        there = (json.loads(line) for line in earlier if _step_of(line) == step)
         if values and not any(values.keys() <= line.keys() for line in there):
             self.write(step, values)
 
@@ -95,7 +95,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Count the time inside to `name`."""
+        """Add the time inside to `name`."""
         start = time.monotonic()
         try:
             yield
@@ -185,7 +185,7 @@ class StallDetector:
 
 
 def scene(frames: Mapping[int, FrameType], loop_thread: int) -> str:
-    """Describe the stack of the loop's thread, and the other threads but the calling one."""
+    """Describe the stack of the loop's thread, and the other threads except the calling one."""
     others = [
         where(frame, 1)
         for thread, frame in frames.items()
@@ -199,5 +199,7 @@ def where(frame: FrameType | None, calls: int) -> str:
     """Format the innermost calls of a thread in one line."""
     if frame is None:
         return "its thread has ended"
-    found = traceback.extract_stack(frame)[-calls:]
-    return " > ".join(f"{one.filename.rpartition('/')[2]}:{one.lineno} {one.name}" for one in found)
+    stack = traceback.extract_stack(frame)[-calls:]
+    return " > ".join(
+        f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in stack
+    )

@@ -47,7 +47,7 @@ PUBLIC: dict[str, Any] = {
 """Keys of a config that W&B gets: what every node of the run knows anyway, and how it learns."""
 
 PUBLIC_JUDGE = ("model", "temperature", "max_tokens")
-"""The same of the judge of an environment."""
+"""The same for an environment's judge."""
 
 
 def check_monitors(
@@ -69,7 +69,7 @@ def check_monitors(
 
 
 def _check_login() -> None:
-    """Raise UsageError where W&B knows no key: it would ask for one."""
+    """Raise UsageError if W&B has no API key: it would ask for one."""
     program = "import wandb; exit(not wandb.login(prompt=False, verify=False))"
     with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
@@ -226,9 +226,9 @@ def _run_id(directory: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        made = token_hex(8)
-        write(path, made)
-        return made
+        run_id = token_hex(8)
+        write(path, run_id)
+        return run_id
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read {path}: {error}") from error
 

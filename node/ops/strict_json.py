@@ -19,7 +19,7 @@ def _strict(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _strict(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {key: _strict(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, list | tuple):
-        return [_strict(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+        return [_strict(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value

@@ -1,1 +1,1 @@
-"""What is told to people after the fact: explain, doctor, summary, report. Imported by app and cli only."""
+"""Reports for people: explain, doctor, summary, report. Imported by app and cli only."""

@@ -75,7 +75,7 @@ def examine(
     config: NodeConfig, environ: Mapping[str, str], *, needed: int = 0
 ) -> list[MachineCheck]:
     """Run every check of this machine. `needed`: bytes of a state of the model, if there is one."""
-    found = gpus.visible_memory(environ)
+    devices = gpus.visible_memory(environ)
     home = config.data_dir or home_directory() / ".primerl"
     if isinstance(config, RunConfig) and config.model_fields_set and config.data_dir is None:
         home = config.run_dir
@@ -83,13 +83,13 @@ def examine(
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
         check_python(sys.version_info[:3]),
-        check_torch(torch_build(), gpus=len(found)),
+        check_torch(torch_build(), gpus=len(devices)),
         check_vllm(installed_release(), wanted=config.engine.type == "vllm"),
         *check_exact_numerics(config),
         *check_environments(config),
         *check_sandbox(config),
         check_libp2p(libp2p.is_installed(), wanted=config.network.libp2p),
-        *check_gpus(found, environ.get("CUDA_VISIBLE_DEVICES")),
+        *check_gpus(devices, environ.get("CUDA_VISIBLE_DEVICES")),
         check_cpu(len(os.sched_getaffinity(0)), os.getloadavg()[0]),
         check_memory(machine_memory()),
         check_shared_memory(shutil.disk_usage(shared).free if shared.is_dir() else 0, needed),
@@ -141,24 +141,24 @@ def check_vllm(release: str, *, wanted: bool) -> MachineCheck:
 def check_exact_numerics(config: NodeConfig, release: str | None = None) -> Iterator[MachineCheck]:
     """Describe the engines that a run with exact numerics needs; nothing for another run.
 
-    `release` of vLLM: that which is installed here, unless it is given.
+    `release` of vLLM: by default the one that is installed here.
     """
     if not isinstance(config, RunConfig) or config.verification.numerics != "exact":
         return
-    found = installed_release() if release is None else release
-    if not found:
+    version = installed_release() if release is None else release
+    if not version:
         yield MachineCheck("exact numerics", "problem", "no vLLM", EXACT_NEEDS_VLLM)
         return
-    own = engine_class(config.engine, found)
+    own = engine_class(config.engine, version)
     yield MachineCheck("exact numerics", "ok", f"every worker and validator has to be {own}")
 
 
 def check_environments(config: NodeConfig) -> Iterator[MachineCheck]:
     """Check that each environment that a run trains on is installed; its code is not run."""
-    for one in config.mixture if isinstance(config, RunConfig) else ():
-        name = f"environment {one.name}"
+    for environment in config.mixture if isinstance(config, RunConfig) else ():
+        name = f"environment {environment.name}"
         try:
-            package = find_package(one.id)
+            package = find_package(environment.id)
         except UsageError as error:
             yield MachineCheck(name, "problem", "not installed", str(error))
         else:
@@ -170,15 +170,15 @@ def check_sandbox(config: NodeConfig | EvalConfig) -> Iterator[MachineCheck]:
     if not isinstance(config, RunConfig | JoinConfig | EvalConfig):
         return
     try:
-        found = choose(config.sandbox)
+        sandbox = choose(config.sandbox)
     except UsageError as error:
         yield MachineCheck("sandbox", "problem", config.sandbox.type, str(error))
         return
     advice = (
-        found.missing
-        and f"{found.missing}; until then only bundled environments run, unless {OWN_WORD}"
+        sandbox.missing
+        and f"{sandbox.missing}; until then only bundled environments run, unless {OWN_WORD}"
     )
-    yield MachineCheck("sandbox", "warning" if found.missing else "ok", str(found), advice)
+    yield MachineCheck("sandbox", "warning" if sandbox.missing else "ok", str(sandbox), advice)
 
 
 def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:
@@ -193,7 +193,7 @@ def check_model(config: Mapping[str, Any], longest: int) -> MachineCheck:
 def check_trainable(model: ModelConfig, longest: int) -> list[str]:
     """Check that a model can be trained exactly on sequences of up to `longest` tokens.
 
-    Returns what is to be said of it, at most one line. Raises UsageError if it cannot, EngineError for an
+    Returns remarks, at most one line. Raises UsageError if it cannot, EngineError for an
     unreadable directory. If the hub does not answer, the check is skipped: it is repeated once the model is
     there.
     """
@@ -225,7 +225,7 @@ def check_template(
 ) -> Iterator[MachineCheck]:
     """Render every part of a conversation by the chat template of a model's directory, with each `variables`.
 
-    Nothing is looked at for a hub id, or a directory without a tokenizer.
+    A hub id, or a directory without a tokenizer, is not checked.
     """
     directory = expand_home(model)
     if not (directory / "tokenizer.json").is_file():
@@ -271,12 +271,12 @@ def check_libp2p(installed: bool, *, wanted: bool) -> MachineCheck:
 # -- machine ---------------------------------------------------------------------------------------
 
 
-def check_gpus(found: Sequence[GpuMemory], listed: str | None) -> Iterator[MachineCheck]:
+def check_gpus(devices: Sequence[GpuMemory], listed: str | None) -> Iterator[MachineCheck]:
     """Check each GPU that this process may use for other users."""
-    if not found:
+    if not devices:
         hidden = f" (CUDA_VISIBLE_DEVICES is {listed!r})" if listed is not None else ""
         yield MachineCheck("GPU", "ok", f"none{hidden}: everything runs on the CPU")
-    for gpu in found:
+    for gpu in devices:
         text = f"{gpu.name}, {gib(gpu.total)}, {gib(gpu.free)} free, driver {gpu.driver}"
         if gpu.free < FREE_GPU_SHARE * gpu.total:
             advice = (
@@ -334,7 +334,7 @@ def check_disk(home: Path, free: int, needed: int = 0) -> MachineCheck:
 
 def existing(path: Path) -> Path:
     """Return `path`, or the nearest directory above it that exists."""
-    return next(one for one in (path, *path.absolute().parents) if one.is_dir())
+    return next(directory for directory in (path, *path.absolute().parents) if directory.is_dir())
 
 
 def check_open_files(soft: int) -> MachineCheck:
@@ -372,7 +372,7 @@ def check_api_port(api: ApiConfig) -> MachineCheck:
 
 
 def bind_fault(host: str, port: int, kind: socket.SocketKind) -> str:
-    """Try to bind a port; the reason if that fails, else empty."""
+    """Try to bind a port; return the reason if that fails, else ""."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, kind) as probe:
@@ -429,8 +429,8 @@ def plan_run(
     if shared and gpu:
         config = with_fitting_auditor(config, shape, device.nbytes)
     learner, beside = plan_trainer(config, shape, gpu=gpu)
-    taken = device.taken + (learner.total + beside.total if shared else 0)
-    left = Device(device.kind, device.nbytes, taken)
+    used = device.taken + (learner.total + beside.total if shared else 0)
+    left = Device(device.kind, device.nbytes, used)
     return RunMemory(
         engine=engine,
         worker=plan_engine(engine, shape, left, fingerprint=FINGERPRINT),

@@ -217,7 +217,7 @@ def meaning(reason: Reason) -> Meaning:
 
 
 MIN_PREFIX = 4
-"""Hex digits of a submission's digest that name it."""
+"""Fewest hex digits that identify a submission or a node."""
 
 
 class LedgerRun(msgspec.Struct, frozen=True):
@@ -248,7 +248,7 @@ class AuditedRollout(msgspec.Struct, frozen=True):
     lot: float
     """Drawn from the challenge, in [0, 1)."""
     drawn: bool
-    """The challenge picked it: the lot is below the rate. Else another rollout's guilt did."""
+    """Whether its lot is below the rate; if not, it was audited because another rollout failed."""
     measures: list[MeasuredBound]
 
 
@@ -289,7 +289,7 @@ class StageEvidence(msgspec.Struct, frozen=True):
 
 
 class ValidatorStanding(msgspec.Struct, frozen=True):
-    """How far a trainer believes a validator, and why."""
+    """How far a trainer trusts a validator, and why."""
 
     id: str
     jobs: int
@@ -300,9 +300,9 @@ class ValidatorStanding(msgspec.Struct, frozen=True):
     rechecked: int
     """Those that the trainer measured because the validator did not call them clean."""
     overturned: int
-    """Those measured twice that the trainer judged otherwise."""
+    """Those measured twice that the trainer judged differently."""
     disqualified: str
-    """Why it is not believed; empty while it is."""
+    """Why it is not trusted; empty while it is."""
     passed: list[str]
     """Workers whose rejected work it called clean."""
 
@@ -365,16 +365,16 @@ class _Book:
     run_id: bytes
     manifest: RunManifest
 
-    def open(self, kept: KeptVerdict) -> Verdict:
+    def open(self, record: KeptVerdict) -> Verdict:
         """Open a verdict. Raises RemoteProtocolError if the run's trainer did not sign it for that node."""
         return unseal(
-            kept.sealed,
+            record.sealed,
             Purpose.VERDICT,
             Verdict,
             now=0,
             run=self.run_id,
             signer=self.manifest.trainer,
-            recipient=kept.node,
+            recipient=record.node,
         ).body
 
 
@@ -387,18 +387,18 @@ def explain(data_dir: Path, wanted: str) -> Explanation:
     fallback: Explanation | None = None
     forged: StorageError | None = None
     for book in _books(data_dir):
-        for kept in book.view.verdicts():
-            of_node = _is_of(kept, wanted)
-            if not of_node and not _matches(_claimed(kept), wanted):
+        for record in book.view.verdicts():
+            of_node = _is_of(record, wanted)
+            if not of_node and not _matches(_claimed(record), wanted):
                 continue
             try:
-                verdict = book.open(kept)
+                verdict = book.open(record)
             except RemoteProtocolError as error:
-                forged = forged or _forged(book, kept, error)
+                forged = forged or _forged(book, record, error)
                 continue
             if verdict.rejected or not of_node:
-                return _explain(book, kept, verdict)
-            fallback = fallback or _explain(book, kept, verdict)
+                return _explain(book, record, verdict)
+            fallback = fallback or _explain(book, record, verdict)
     if fallback is not None:
         return fallback
     if forged is not None:
@@ -455,32 +455,34 @@ def listed(data_dir: Path, count: int, wanted: str = "") -> list[VerdictLine]:
     """
     lines: list[VerdictLine] = []
     for book in _books(data_dir):
-        for kept in book.view.verdicts():
+        for record in book.view.verdicts():
             if len(lines) == count:
                 return lines
-            if _is_of(kept, wanted) or _matches(_claimed(kept), wanted):
-                lines.append(_line(book, kept))
+            if _is_of(record, wanted) or _matches(_claimed(record), wanted):
+                lines.append(_line(book, record))
     return lines
 
 
-def _forged(book: _Book, kept: KeptVerdict, error: RemoteProtocolError) -> StorageError:
+def _forged(book: _Book, record: KeptVerdict, error: RemoteProtocolError) -> StorageError:
     return StorageError(
-        f"verdict {kept.number} in {book.path} is not this run's trainer's ({error}): the file was changed, "
+        f"verdict {record.number} in {book.path} is not this run's trainer's ({error}): the file was changed, "
         "and nothing in it can be believed"
     )
 
 
-def _claimed(kept: KeptVerdict) -> Verdict | None:
+def _claimed(record: KeptVerdict) -> Verdict | None:
     """Read a verdict unverified, only to find it."""
     try:
-        return decode(read_envelope(kept.sealed).payload, Verdict)
+        return decode(read_envelope(record.sealed).payload, Verdict)
     except RemoteProtocolError:
         return None
 
 
-def _is_of(kept: KeptVerdict, wanted: str) -> bool:
-    """Return whether it is on work of the wanted node; "" is any node."""
-    return not wanted or (len(wanted) >= MIN_PREFIX and kept.node.hex().startswith(wanted.lower()))
+def _is_of(record: KeptVerdict, wanted: str) -> bool:
+    """Return whether the verdict is on work of the wanted node; "" is any node."""
+    return not wanted or (
+        len(wanted) >= MIN_PREFIX and record.node.hex().startswith(wanted.lower())
+    )
 
 
 def _matches(verdict: Verdict | None, wanted: str) -> bool:
@@ -491,19 +493,19 @@ def _matches(verdict: Verdict | None, wanted: str) -> bool:
     return len(wanted) >= MIN_PREFIX and verdict.submission.hex().startswith(wanted.lower())
 
 
-def _line(book: _Book, kept: KeptVerdict) -> VerdictLine:
+def _line(book: _Book, record: KeptVerdict) -> VerdictLine:
     try:
-        verdict = book.open(kept)
+        verdict = book.open(record)
     except RemoteProtocolError as error:
         return VerdictLine(
-            kept.number, 0, "", kept.node.hex(), 0, 0, 0, "", fault=printable(str(error), None)
+            record.number, 0, "", record.node.hex(), 0, 0, 0, "", fault=printable(str(error), None)
         )
     first = verdict.rejections[0].reason.value if verdict.rejections else ""
     return VerdictLine(
-        number=kept.number,
+        number=record.number,
         lease=verdict.lease_id,
         submission=verdict.submission.hex(),
-        worker=kept.node.hex(),
+        worker=record.node.hex(),
         accepted=verdict.accepted,
         rejected=verdict.rejected,
         audited=verdict.audited,
@@ -512,15 +514,15 @@ def _line(book: _Book, kept: KeptVerdict) -> VerdictLine:
 
 
 def _books(data_dir: Path) -> Iterator[_Book]:
-    """Open the ledgers of a data directory, the one that was written last first."""
+    """Open the ledgers of a data directory, the latest written first."""
     paths = [data_dir / "ledger.db", data_dir / "trainer" / "ledger.db"]
     paths += (data_dir / "runs").glob("*/ledger.db")
-    found = [path for path in paths if path.is_file()]
-    if not found:
+    ledgers = [path for path in paths if path.is_file()]
+    if not ledgers:
         raise UsageError(
             f"no ledger in {data_dir}: give --data-dir of a node that worked for a run, or the run's directory"
         )
-    for path in sorted(found, key=_written, reverse=True):
+    for path in sorted(ledgers, key=_written, reverse=True):
         view = LedgerView(path)
         try:
             yield _book(path, view)
@@ -530,7 +532,7 @@ def _books(data_dir: Path) -> Iterator[_Book]:
 
 def _written(path: Path) -> float:
     wal = path.with_name(path.name + "-wal")
-    return max(one.stat().st_mtime for one in (path, wal) if one.exists())
+    return max(file.stat().st_mtime for file in (path, wal) if file.exists())
 
 
 def _book(path: Path, view: LedgerView) -> _Book:
@@ -546,7 +548,7 @@ def _book(path: Path, view: LedgerView) -> _Book:
     return _Book(path, view, name, opened.body)
 
 
-def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
+def _explain(book: _Book, record: KeptVerdict, verdict: Verdict) -> Explanation:
     proofs, bounds = contract_of(book.manifest, verdict), verdict.bounds
     routed = book.manifest.routes is not None
     measures = [name for name in REASONS if routed or not name.startswith("routing")]
@@ -555,8 +557,8 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
         run=LedgerRun(
             book.run_id.hex(), printable(book.manifest.name, None), book.manifest.trainer.hex()
         ),
-        number=kept.number,
-        worker=kept.node.hex(),
+        number=record.number,
+        worker=record.node.hex(),
         submission=verdict.submission.hex(),
         lease=verdict.lease_id,
         accepted=verdict.accepted,
@@ -566,14 +568,16 @@ def _explain(book: _Book, kept: KeptVerdict, verdict: Verdict) -> Explanation:
         rate=verdict.rate,
         challenge=verdict.challenge.hex(),
         validator=verdict.validator.hex(),
-        evidence=[_audited(proofs, verdict, seen, measures) for seen in verdict.evidence],
+        evidence=[_audited(proofs, verdict, evidence, measures) for evidence in verdict.evidence],
         bounds=_source(measured) if measured else printable(proofs.source, None),
         honest_rollouts=measured.rollouts if measured else proofs.honest_rollouts,
         honest_tokens=measured.tokens if measured else proofs.honest_tokens,
         numerics=str(measured.numerics) if measured else "",
         rejected_at_most=measured.rejected_at_most if measured else 1.0,
         stages=_stages(verdict.pipeline, proofs) if verdict.pipeline else None,
-        standing=next((one for one in _standings(book) if one.id == verdict.validator.hex()), None),
+        standing=next(
+            (known for known in _standings(book) if known.id == verdict.validator.hex()), None
+        ),
     )
 
 
@@ -599,14 +603,16 @@ def _source(bounds: ClassBounds) -> str:
     return f"number {bounds.number}, of reference workers and {versions}"
 
 
-def _stages(said: PipelineVerdict, proofs: ProofContract) -> StageEvidence:
+def _stages(verdict: PipelineVerdict, proofs: ProofContract) -> StageEvidence:
     return StageEvidence(
-        said.group.hex(),
-        said.generation,
-        [node.hex() for node in said.stages],
+        verdict.group.hex(),
+        verdict.generation,
+        [node.hex() for node in verdict.stages],
         [
-            BlamedRollout(one.group, one.rollout, list(one.distances), list(one.stages))
-            for one in said.blamed
+            BlamedRollout(
+                rollout.group, rollout.rollout, list(rollout.distances), list(rollout.stages)
+            )
+            for rollout in verdict.blamed
         ],
         proofs.suspect.fingerprint,
         proofs.reject.fingerprint,
@@ -614,40 +620,40 @@ def _stages(said: PipelineVerdict, proofs: ProofContract) -> StageEvidence:
 
 
 def _findings(verdict: Verdict) -> list[RejectedRollout]:
-    found: list[RejectedRollout] = []
-    for one in verdict.rejections:
-        means = meaning(one.reason)
-        found.append(
+    findings: list[RejectedRollout] = []
+    for rejection in verdict.rejections:
+        means = meaning(rejection.reason)
+        findings.append(
             RejectedRollout(
-                group=one.group,
-                rollout=one.rollout,
-                reason=one.reason.value,
-                detail=printable(one.detail, None),
+                group=rejection.group,
+                rollout=rejection.rollout,
+                reason=rejection.reason.value,
+                detail=printable(rejection.detail, None),
                 check=means.check,
                 proves=means.proves,
                 proves_not=means.proves_not,
                 look_at=list(means.look_at),
             )
         )
-    return found
+    return findings
 
 
 def _audited(
-    proofs: ProofContract, verdict: Verdict, seen: Evidence, measures: Sequence[str]
+    proofs: ProofContract, verdict: Verdict, evidence: Evidence, measures: Sequence[str]
 ) -> AuditedRollout:
-    place = (seen.group, seen.rollout)
+    place = (evidence.group, evidence.rollout)
     return AuditedRollout(
-        group=seen.group,
-        rollout=seen.rollout,
-        tokens=seen.tokens,
+        group=evidence.group,
+        rollout=evidence.rollout,
+        tokens=evidence.tokens,
         lot=draw(verdict.challenge, *place),
         drawn=is_audited(verdict.challenge, *place, verdict.rate),
-        measures=[_measure(proofs, seen, name) for name in measures],
+        measures=[_measure(proofs, evidence, name) for name in measures],
     )
 
 
-def _measure(proofs: ProofContract, seen: Evidence, name: str) -> MeasuredBound:
-    value = getattr(seen, name)
+def _measure(proofs: ProofContract, evidence: Evidence, name: str) -> MeasuredBound:
+    value = getattr(evidence, name)
     suspect, reject = getattr(proofs.suspect, name), getattr(proofs.reject, name)
     # as judgement.py: NaN is above every bound
     mark = "!" if not value <= reject else "?" if not value <= suspect else ""

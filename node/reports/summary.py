@@ -19,7 +19,7 @@ from . import report
 
 STALE = "stale"
 KL_WINDOW = 20
-"""`mismatch_kl` is the mean over this many last steps."""
+"""Number of last steps that `mismatch_kl` averages."""
 
 
 def write(
@@ -84,29 +84,34 @@ def _environments(
     config: RunConfig, progress: Progress, before: EvalResult, after: EvalResult
 ) -> dict[str, dict[str, float]]:
     """Map each environment that was trained on to its results before and after, and its rollouts."""
-    found: dict[str, dict[str, float]] = {}
-    for one in config.mixture:
-        found[one.name] = {
-            "accepted": progress.accepted_of[one.name],
-            "rejected": progress.rejected_of[one.name],
+    figures: dict[str, dict[str, float]] = {}
+    for environment in config.mixture:
+        figures[environment.name] = {
+            "accepted": progress.accepted_of[environment.name],
+            "rejected": progress.rejected_of[environment.name],
         }
         for when, result in (("before", before), ("after", after)):
-            if (own := result.environments.get(one.name)) is not None:
-                found[one.name] |= {f"reward_{when}": own.reward, f"exact_match_{when}": own.exact}
-    return found
+            if (own := result.environments.get(environment.name)) is not None:
+                figures[environment.name] |= {
+                    f"reward_{when}": own.reward,
+                    f"exact_match_{when}": own.exact,
+                }
+    return figures
 
 
 def _evaluations(evaluated: Sequence[Evaluated]) -> dict[str, list[dict[str, float]]]:
     """Map environments to the figures of each version, oldest first."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for one in evaluated:
-        for name, figures in one.environments.items():
-            found.setdefault(name, []).append({"version": one.version, **figures.flat()})
-    return found
+    evaluations: dict[str, list[dict[str, float]]] = {}
+    for evaluation in evaluated:
+        for name, figures in evaluation.environments.items():
+            evaluations.setdefault(name, []).append(
+                {"version": evaluation.version, **figures.flat()}
+            )
+    return evaluations
 
 
 def _worked(worker: WorkerState, reputation: Reputation | None) -> bool:
-    """Say whether a node did more than say hello: it held a policy, or its work was judged."""
+    """Return whether a node did more than connect: it held a policy, or its work was judged."""
     judged = reputation is not None and (reputation.accepted or reputation.rejected)
     return worker.stats.version >= 0 or bool(judged)
 

@@ -517,7 +517,7 @@ def shared_heads(texts: Sequence[_Text], ends: Sequence[int]) -> dict[int, list[
 
     The prefix is all that comes before the first claimed position. vLLM computes it for the first text, and
     takes it from its cache for the others. `ends` counts the claimed positions that are read of each text; a
-    text with only one of them is in no group.
+    text with only one of them takes no other's prefix.
     """
     first: dict[_Prefix, int] = {}
     followers: dict[int, list[int]] = {}

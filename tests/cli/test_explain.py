@@ -277,7 +277,7 @@ def test_the_stages_that_it_can_be_of_are_counted(cli: Cli, tmp_path: Path) -> N
     words = " ".join(ran.out.split())
     assert "0/0: distances behind stages 0.. are 0.012: 1" in words
     assert "1/1: distances behind stages 0.. are 0.07: 0 or 1" in words
-    assert "1/2: no boundaries are stated: it cannot be told whose it is" in words
+    assert "1/2: no boundaries are stated: no stage can be named" in words
     assert "above 0.1, odd above 0.05" in words
     found = json.loads(cli("explain", str(CLEAN.lease_id), "-d", str(node), "--json").out)
     assert found["stages"] is None
@@ -302,7 +302,7 @@ def test_a_trainer_shows_how_far_it_believes_a_validator(cli: Cli, tmp_path: Pat
     run = ("-d", str(tmp_path / "run"))
     words = " ".join(cli("explain", validator[:10], *run).out.split())
     assert "90 rollouts in 12 jobs" in words
-    assert "10: 7 drawn by lot, 3 that it did not call clean; 1 judged otherwise" in words
+    assert "10: 7 drawn by lot, 3 that it did not call clean; 1 judged differently" in words
     assert "disqualified: it called clean what the trainer finds rejected" in words
     assert f"covered for {WORKER.node_id.hex()[:10]}" in words
     assert json.loads(cli("explain", validator, "--json", *run).out)["overturned"] == 1

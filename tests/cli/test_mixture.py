@@ -191,7 +191,7 @@ TWICE = '[[environments]]\nid = "arithmetic"\n' * 2
         (
             '[training.loss]\ntype = "reverse_kl"\nendpoint = { url = "http://h/v1", model = "m" }\n'
             '[[environments]]\nid = "a"\n[environments.sampling]\ntemperature = 0.7\n',
-            "the environment 'a' draws at 0.7: set sampling.temperature = 1",
+            "the environment 'a' samples at 0.7: set sampling.temperature = 1",
         ),
         (
             '[[environments]]\nid = "a"\n[environments.sampling]\nmax_tokens = 9000\n',

@@ -77,7 +77,7 @@ def test_a_teacher_that_is_not_there_or_cannot_be_computed_is_refused_by_a_dry_r
     cli: Cli, tmp_path: Path
 ) -> None:
     line = ("rl", "@", "demo", "--training.loss.type", "reverse_kl", "--training.loss.reference")
-    cli(*line, str(tmp_path / "nowhere"), "--dry-run").refused(2, "is no directory")
+    cli(*line, str(tmp_path / "nowhere"), "--dry-run").refused(2, "is not a directory")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     cli(*line, str(tmp_path), "--dry-run").refused(2, "cannot be trained")
 
