@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from support.counting_environment import counting_task, question
 from support.hostile import Rogue, altered
 from support.lease_attacks import FAILURE, Contributor, failed
@@ -113,7 +112,7 @@ async def warned(swarm: Swarm, words: str) -> str:
 
 
 async def test_contributors_that_play_the_cheap_environment_alone_do_not_move_the_mixture(
-    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, model_dir: Path
 ) -> None:
     """Before, six of them moved a mixture of 1:1 to 25:1, with full credit."""
     environments = [{"id": "reverse-text", "name": "cheap"}, {"id": "arithmetic", "name": "dear"}]
@@ -135,7 +134,7 @@ async def test_contributors_that_play_the_cheap_environment_alone_do_not_move_th
         after = await accepted(swarm)
         cheap, dear = (after[name] - before[name] for name in ("cheap", "dear"))
         assert cheap < 1.7 * dear, (before, after)
-    assert "play 'cheap' alone" in caplog.text  # a warning of the status while they are ahead
+        await warned(swarm, "play 'cheap' alone")  # whenever the cheap one is a batch ahead
 
 
 async def accepted(swarm: Swarm) -> dict[str, int]:
