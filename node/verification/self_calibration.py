@@ -14,7 +14,8 @@ No I/O, no clock.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from logging import getLogger
 
@@ -167,7 +168,8 @@ class SelfCalibration:
     def readings_due(self, audited: int, version: int) -> int:
         """Return how many of the next `audited` rollouts to read, of texts up to policy `version`.
 
-        All of the first, then a small share, and some of every few versions. read() or not_read() follows.
+        All of the first, then a small share, and some of every few versions. Those that are waited for are read
+        within reading(); then read() or not_read() follows.
         """
         if not self.reads:
             return 0
@@ -180,18 +182,26 @@ class SelfCalibration:
             due = min(audited, max(int(self._unread), envelope.RENEW * late))
             due = due if late or due >= envelope.RENEW else 0
             self._unread = max(0.0, self._unread - due)
-        self._reading += due
         self._read_version = max(self._read_version, version) if due else self._read_version
         return due
 
+    @contextmanager
+    def reading(self, texts: int) -> Generator[None]:
+        """Count texts that are being read and waited for: they are not due again meanwhile."""
+        self._reading += texts
+        try:
+            yield
+        finally:  # also when cancelled
+            self._reading -= texts
+
     def read(
-        self, readings: Sequence[Reference], conditions: AuditConditions, *, asked: int = 0
+        self, readings: Sequence[Reference], conditions: AuditConditions
     ) -> tuple[AuditConditions, ClassBounds | None]:
-        """Add readings of a submission, of the `asked` that were due.
+        """Add readings of a submission.
 
         Returns what judges it now, and the envelope if it was made anew.
         """
-        self._failed_readings, self._reading = 0, self._reading - asked
+        self._failed_readings = 0
         state = self._classes.setdefault(ENVELOPE, ClassState())
         state.references.extend(readings)
         while len(state.references) > envelope.KEPT:
@@ -206,7 +216,7 @@ class SelfCalibration:
 
     @property
     def is_reading(self) -> bool:
-        """Whether texts are being read."""
+        """Whether texts are being read and waited for."""
         return self._reading > 0
 
     def newest(self, conditions: AuditConditions) -> AuditConditions:
@@ -216,12 +226,11 @@ class SelfCalibration:
             return conditions
         return replace(conditions, contract=bounds.applied(self._contract), bounds=bounds)
 
-    def not_read(self, why: str, conditions: AuditConditions, *, asked: int = 0) -> AuditConditions:
-        """Record that the `asked` texts could not be read; return what judges the submission.
+    def not_read(self, why: str, conditions: AuditConditions) -> AuditConditions:
+        """Record that texts could not be read; return what judges the submission.
 
         After several failures in a row the run goes on without an envelope.
         """
-        self._reading -= asked
         self._failed_readings += 1
         if self._failed_readings >= MOST_FAILED_READINGS:
             logger.error(

@@ -119,9 +119,8 @@ class Readings:
 
 @dataclass(frozen=True)
 class _ReadingAnswer:
-    """Readings of `asked` texts, except the unreadable ones; or the reason why none was read."""
+    """Readings of texts, except the unreadable ones; or the reason why none was read."""
 
-    asked: int
     readings: Sequence[Reference] = ()
     fault: str = ""
 
@@ -553,7 +552,9 @@ class Verifier:
             if calibration.gathered(ENVELOPE) >= ENOUGH:
                 self._reading = asyncio.create_task(reading)
             else:
-                self._keep_readings(await reading, calibration, work)
+                with calibration.reading(due):
+                    answer = await reading
+                self._keep_readings(answer, calibration, work)
         async with readings.done:
             readings.done.notify_all()
             await readings.done.wait_for(
@@ -578,21 +579,17 @@ class Verifier:
             if readings.calibration.gathered(ENVELOPE) + len(references) >= ENOUGH:
                 await readings.envelope.rest()
         except EngineError as error:
-            return _ReadingAnswer(len(chosen), fault=str(error))
-        return _ReadingAnswer(len(chosen), references)
+            return _ReadingAnswer(fault=str(error))
+        return _ReadingAnswer(references)
 
     def _keep_readings(
         self, answer: _ReadingAnswer, calibration: SelfCalibration, work: PendingVerdict
     ) -> None:
         """Add readings to the envelope, and to what is stored with this submission's verdict."""
         if answer.fault:
-            work.conditions = calibration.not_read(
-                answer.fault, work.conditions, asked=answer.asked
-            )
+            work.conditions = calibration.not_read(answer.fault, work.conditions)
             return
-        work.conditions, bounds = calibration.read(
-            answer.readings, work.conditions, asked=answer.asked
-        )
+        work.conditions, bounds = calibration.read(answer.readings, work.conditions)
         work.audited.readings += answer.readings
         work.audited.envelope = bounds or work.audited.envelope
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -427,7 +428,7 @@ def test_the_first_rollouts_are_read_and_then_one_in_64() -> None:
     start = calibration.conditions([STRANGER], RTX, Placement(RTX))
     for _ in range(ENOUGH // 8):
         assert calibration.readings_due(8, 0) == 8
-        calibration.read(reading(8), start, asked=8)
+        calibration.read(reading(8), start)
     due = [calibration.readings_due(16, 0) for _ in range(64)]
     assert sum(due) == 16
     assert set(due) == {0, 8}
@@ -437,16 +438,31 @@ def test_the_first_rollouts_are_read_and_then_one_in_64() -> None:
 def test_texts_that_are_being_read_are_not_asked_for_again() -> None:
     calibration = SelfCalibration(CONTRACT, reads=True)
     start = calibration.conditions([STRANGER], RTX, Placement(RTX))
-    assert [calibration.readings_due(48, 0) for _ in range(3)] == [48, 16, 0]
-    calibration.not_read("busy", start, asked=48)
-    assert calibration.readings_due(64, 0) == 48
+    due = [calibration.readings_due(48, 0)]
+    first = calibration.reading(48)
+    with ExitStack() as others:
+        with first:
+            for _ in range(2):
+                due.append(calibration.readings_due(48, 0))
+                others.enter_context(calibration.reading(due[-1]))
+        assert due == [48, 16, 0]
+        calibration.not_read("busy", start)
+        assert calibration.readings_due(64, 0) == 48
+
+
+def test_a_reading_that_is_cut_short_is_not_waited_for() -> None:
+    calibration = SelfCalibration(CONTRACT, reads=True)
+    with pytest.raises(KeyboardInterrupt), calibration.reading(8):
+        assert calibration.is_reading
+        raise KeyboardInterrupt
+    assert not calibration.is_reading
 
 
 def test_texts_of_new_versions_are_read_however_few_are_audited() -> None:
     calibration = SelfCalibration(CONTRACT, reads=True)
     start = calibration.conditions([STRANGER], RTX, Placement(RTX))
     assert calibration.readings_due(ENOUGH, 0) == ENOUGH
-    calibration.read(reading(ENOUGH), start, asked=ENOUGH)
+    calibration.read(reading(ENOUGH), start)
     due = [calibration.readings_due(8, version) for version in range(1, 2 * RENEW_STEPS + 1)]
     assert [version for version, count in enumerate(due, 1) if count] == [
         RENEW_STEPS,
