@@ -1154,8 +1154,8 @@ async def record(model: Model, options: argparse.Namespace) -> None:
         await engine.close()
 
 
-async def run(options: argparse.Namespace) -> Study:
-    """Measure one model."""
+async def run(options: argparse.Namespace) -> Study | None:
+    """Measure one model; None if its rollouts were drawn for another machine."""
     with tempfile.TemporaryDirectory() as name:
         model: Model
         if options.model:
@@ -1167,7 +1167,7 @@ async def run(options: argparse.Namespace) -> Study:
         say(f"{options.name}: {parameters / 1e9:.2f} G parameters, {DEVICE}")
         if options.record:
             await record(model, options)
-            return Study(options.name, proof_contract(RunConfig()))
+            return None
         kinds = quick_kinds() if options.quick else gpu_kinds(model.directory)
         bench = Bench(model, kinds, options)
         try:
@@ -1222,7 +1222,7 @@ def main() -> int:
         if isinstance(cause := first_cause(group), NodeError):
             raise SystemExit(f"{cause}") from group
         raise
-    if options.record:
+    if study is None:
         return 0
     show(study)
     rows = figures(study)

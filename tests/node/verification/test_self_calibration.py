@@ -452,9 +452,14 @@ def test_texts_that_are_being_read_are_not_asked_for_again() -> None:
 
 def test_a_reading_that_is_cut_short_is_not_waited_for() -> None:
     calibration = SelfCalibration(CONTRACT, reads=True)
-    with pytest.raises(KeyboardInterrupt), calibration.reading(8):
-        assert calibration.is_reading
-        raise KeyboardInterrupt
+
+    def cut_short() -> None:
+        with calibration.reading(8):
+            assert calibration.is_reading
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cut_short()
     assert not calibration.is_reading
 
 
