@@ -474,13 +474,16 @@ async def test_each_version_of_landlock_shuts_files(version: int, secret: Path) 
 PARENT = """
 import asyncio, sys
 sys.path[:0] = {path!r}
-from attacks.test_sandbox import hosted, made, says
+from attacks import test_sandbox
+
+test_sandbox.PROGRAM = {program!r}
 
 async def main():
-    async with hosted("blocks", made({kind!r})) as environment:
+    sandbox = test_sandbox.made({kind!r})
+    async with test_sandbox.hosted("blocks", sandbox) as environment:
         task = await environment.task(0)
         print("playing", flush=True)
-        await environment.run(task, says)
+        await environment.run(task, test_sandbox.says)
 
 asyncio.run(main())
 """
@@ -524,7 +527,7 @@ NOBODY = 65534
 @pytest.mark.slow
 async def test_code_that_never_returns_ends_with_a_node_that_is_killed(kind: SandboxType) -> None:
     tests = str(Path(__file__).parent.parent)
-    source = PARENT.format(path=[tests, *sys.path], kind=kind)
+    source = PARENT.format(path=[tests, *sys.path], kind=kind, program=PROGRAM)
     node = await asyncio.create_subprocess_exec(
         sys.executable, "-c", source, stdout=asyncio.subprocess.PIPE
     )
