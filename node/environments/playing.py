@@ -13,6 +13,7 @@ Tasksets with containers are refused: a node runs no commands for strangers.
 
 import asyncio
 import copy
+import functools
 import hashlib
 import importlib
 import json
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import verifiers.v1 as vf
+from pydantic.fields import FieldInfo
 from verifiers.v1 import graph
 from verifiers.v1 import task as library_task
 from verifiers.v1 import tasksets as library_tasksets
@@ -709,6 +711,7 @@ def open_player(
 ) -> TasksetPlayer:
     """Load the taskset and choose how to play it. Raises EnvironmentFailed."""
     library_task.invoke_all = call_scores
+    _inspect_factories_once()
     if config.judge is not None:
         # vf.Judge has no hook for another client; the library makes all its clients with this function
         library_clients.build_async_httpx = judge_client
@@ -735,6 +738,31 @@ def open_player(
         calls=calls,
         scores=scores,
     )
+
+
+@functools.cache
+def _inspect_factories_once() -> None:
+    """Have pydantic keep what it finds out about a default factory.
+
+    It inspects the signature of each field's factory for every object that is constructed without
+    validation, as the library's messages are: half the time of a rollout went there.
+    """
+    inspected: Any = FieldInfo.default_factory_takes_validated_data
+    known: dict[Callable[..., Any], bool | None] = {}
+
+    def takes_validated_data(field: FieldInfo) -> bool | None:
+        factory: Any = field.default_factory
+        if factory is None:
+            return None
+        try:
+            return known[factory]
+        except (KeyError, TypeError) as error:
+            answer = inspected.fget(field)
+            if isinstance(error, KeyError):  # it can be hashed
+                known[factory] = answer
+            return answer
+
+    FieldInfo.default_factory_takes_validated_data = property(takes_validated_data)  # type: ignore[assignment]
 
 
 def _call_parser(config: EnvironmentConfig, taskset: vf.Taskset, chat: Chat) -> "CallParser | None":
