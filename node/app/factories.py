@@ -20,6 +20,7 @@ from ..environments.environment import Environment, EnvironmentFailed
 from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
 from ..environments.leased_prompts import LeasedPrompts
+from ..environments.pool import EnvironmentPool, most_processes
 from ..environments.sandbox import Sandbox, choose
 from ..errors import UsageError
 from ..gpus import usable
@@ -88,13 +89,14 @@ def make_environment(
     sandbox: Sandbox | None = None,
     judges: Judges | None = None,
 ) -> Environment:
-    """Make the environment of a run, not started.
+    """Make the environment of a run, not started; where cores are spare, in as many processes as it keeps busy.
 
-    By default its process has the default limits, and one that has a judge is played and not scored.
+    By default a process has the default limits, and one that has a judge is played and not scored.
     """
     if config.id == LEASED_PROMPTS:
         return LeasedPrompts()
-    return HostedEnvironment(
+    make = partial(
+        HostedEnvironment,
         config,
         model_dir=model_dir,
         seed=seed,
@@ -103,6 +105,9 @@ def make_environment(
         sandbox=sandbox,
         judges=judges,
     )
+    # a judge answers slowly, and counts its questions by itself
+    most = 1 if config.judge else most_processes()
+    return EnvironmentPool(make, most) if most > 1 else make()
 
 
 def make_backend(

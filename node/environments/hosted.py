@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -92,6 +92,10 @@ PAUSE_S = 1.0
 PING_S = 2.0
 GUARD_S = 0.25
 """Pause between two checks of the process's descendants and memory."""
+LOOKS = 16
+"""Latest such checks in which it is noted whether the environment's code runs."""
+BUSY_LOOKS = 12
+"""Of these, the least in which the code of a busy process ran."""
 SILENT_S = 30.0
 """Tolerated silence of the process, beyond the environment's own limits."""
 MOST_QUESTIONS = 64
@@ -144,6 +148,8 @@ class EnvironmentChild(ChildProcess):
         self._asking: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
         """Open questions to the judge, by the number of the request whose code asks."""
         self._guarding: asyncio.Task[None] | None = None
+        self._ran = deque[bool](maxlen=LOOKS)
+        """Whether a request's code ran, in the latest checks."""
         self.status = ""
         """Environment.status in the latest EnvironmentPong."""
 
@@ -261,6 +267,11 @@ class EnvironmentChild(ChildProcess):
 
     # -- watching ----------------------------------------------------------------------------------
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests' code has run most of the time lately."""
+        return sum(self._ran) >= BUSY_LOOKS
+
     def _marked(self) -> tuple[int, int]:
         """Read (number of the request whose code runs or ran last, steps so far)."""
         return unpack_mark(self._mark[:MARK_BYTES])
@@ -268,6 +279,7 @@ class EnvironmentChild(ChildProcess):
     async def _guard(self) -> None:
         """Kill the processes and report them lost once they exceed the sandbox's limits."""
         while self._failure is None and self.pid is not None:
+            self._ran.append(self._marked()[0] != 0)
             fault = self._sandbox.overrun(self.pid)
             if not fault and self._scratch is not None:
                 fault = await asyncio.to_thread(self._scratch.overrun)
@@ -358,6 +370,11 @@ class HostedEnvironment:
         if self._fault:
             return f"{self._fault} (its process was started again {self.restarts} time(s))"
         return ""
+
+    @property
+    def is_busy(self) -> bool:
+        """See pool.HostedProcess."""
+        return self._child is not None and self._child.is_busy
 
     @property
     def judge_fault(self) -> str:

@@ -352,15 +352,14 @@ class Verifier:
 
     async def _without_copies(self, work: PendingVerdict, top_p: float) -> list[RescoredRollout]:
         arrival, originals = work.arrival, list[RescoredRollout]()
+
+        def look(portion: Sequence[RescoredRollout]) -> list[Rejected | None]:
+            rollouts = [scored.rollout for scored in portion]
+            return self._copies.check_all(arrival.number, arrival.node, rollouts, top_p=top_p)
+
         for portion in _portions(work.passed):
             # a verification that is cancelled leaves its thread at most this portion
-            faults = await asyncio.to_thread(
-                self._copies.check_all,
-                arrival.number,
-                arrival.node,
-                [scored.rollout for scored in portion],
-                top_p=top_p,
-            )
+            faults = await asyncio.to_thread(look, portion)
             for scored, fault in zip(portion, faults, strict=True):
                 if fault is None:
                     originals.append(scored)
