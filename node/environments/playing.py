@@ -387,7 +387,7 @@ class TasksetPlayer:
         self, env: vf.Env, prepared: PreparedTask, exchange: Exchange, reasoning: str
     ) -> Episode:
         """Play an episode by the library's code, from Env.run down to Rollout."""
-        harness = PolicyHarness(self._chat, exchange, self._calls, reasoning)
+        harness = PolicyHarness(self._chat, exchange, self._calls, reasoning, prepared)
         episode = vf.Episode(task=prepared.record)
         placement = {"runtime": self._box, "on_trace": episode.traces.append}
         toolbox = self.toolbox if self._calls is not None else None
@@ -478,15 +478,21 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
     NEEDS_CONTAINER = False
 
     def __init__(
-        self, chat: Chat, exchange: Exchange, calls: "CallParser | None", reasoning: str
+        self,
+        chat: Chat,
+        exchange: Exchange,
+        calls: "CallParser | None",
+        reasoning: str,
+        prepared: PreparedTask,
     ) -> None:
-        """`reasoning`: EnvironmentConfig.earlier_reasoning."""
+        """`reasoning`: EnvironmentConfig.earlier_reasoning; `prepared` is the episode's task."""
         vf.Harness.__init__(self, vf.HarnessConfig.model_validate({"id": "null"}))
         Interception.__init__(self)
         self._chat = chat
         self._exchange = exchange
         self._calls = calls
         self._reasoning = reasoning
+        self._opening, self._opening_prompt = _wire(prepared.messages), prepared.prompt
         self.tools: Toolbox | None = None
         """Tools of the current rollout."""
         self._sessions: dict[str, RolloutSession] = {}
@@ -631,6 +637,8 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
             users[-1:] >= [start] and shown[first:start] != messages[first:start]
         )
         if before is None or anew or any(message.role == "assistant" for message in turn.tail):
+            if self._calls is None and not turn.tools and shown == self._opening:
+                return list(self._opening_prompt)  # all rollouts of the task begin with it
             return self._chat.prompt(shown, list(map(tool_to_wire, turn.tools)))
         return [*before[0], *before[1], *self._chat.continuation(_wire(turn.tail), before[1][-1])]
 
