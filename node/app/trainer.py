@@ -207,14 +207,18 @@ class Verification:
             await self._reader.close()
 
     def verifier(
-        self, environments: Sequence[Environment], publisher: Publisher, progress: Progress
+        self,
+        environments: Sequence[Environment],
+        publisher: Publisher,
+        progress: Progress,
+        patience_s: Callable[[], float] = lambda: 0.0,
     ) -> Verifier:
         """Make a verifier for the versions that `publisher` holds.
 
-        Audits wait for others only while `progress` trains; its clock counts the time that they take.
+        An audit waits for others for `patience_s` at most; the clock of `progress` counts the time of audits.
         """
         run = self._documents.manifest
-        own = LocalAudits(self._auditor, progress.clock, may_wait=lambda: progress.training)
+        own = LocalAudits(self._auditor, progress.clock, patience_s=patience_s)
         audits = RemoteAuditors(
             own,
             self.queue,
@@ -566,7 +570,13 @@ class TrainerNode(IssuingNode):
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
             scheduler,
-            run.verification.verifier(run.environments, publisher, progress),
+            run.verification.verifier(
+                run.environments,
+                publisher,
+                progress,
+                # longer, and the trainer would often wait for them: it does as soon as a step is done
+                lambda: registry.book.lead.step_s / 2 if progress.training else 0.0,
+            ),
             documents.manifest.proofs,
             run.verification.test,
             buffer,

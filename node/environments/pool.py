@@ -46,7 +46,7 @@ class HostedProcess(Environment, Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether its code has run most of the time lately."""
+        """Whether its code has run half of the time lately, or more."""
         ...
 
 
