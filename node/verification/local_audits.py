@@ -36,7 +36,7 @@ BATCH_TOKENS = 2**18
 PAUSE_PER_LOAD = 2.0
 """Seconds of waiting for each second in which the last batch loaded versions."""
 MAX_PAUSE_S = 10.0
-LOOK_S = 0.1
+LOOK_S = 0.02
 """Interval of the looks whether audits may still wait."""
 
 MOST_DEADLY = 4

@@ -2,15 +2,16 @@
 
     python scripts/bench/submissions.py [--rate 900] [--submissions 200] [--quick] [--json FILE]
 
-A real trainer receives bundles of 8 groups of 16 rollouts over iroh on loopback, from workers in another process
-that has replies at hand: alphabet-sort of one turn, prompts of some 40 tokens, replies of 96 in a vocabulary of
-49,152. All of the trainer's path is the product's: envelopes, ledger, checks, an environment's process that plays
-each rollout again, the search for copies, audits by trust, verdicts, buffer, batches, kept rollouts, publishing.
-The learner counts its samples, and the process that audits reads its items and finds them clean.
+A real trainer receives bundles of 8 groups of 16 rollouts over iroh on loopback, from workers in another
+process that has replies at hand: alphabet-sort of one turn, prompts of some 60 tokens, replies of 96, 49,152 in
+the vocabulary. All of the trainer's path is the product's: envelopes, ledger, checks, an environment's process
+that plays each rollout again, the search for copies, audits by trust, verdicts, buffer, batches, kept rollouts,
+publishing. The learner encodes its batches; the process that audits reads its items and finds them clean.
 
-First the workers send as fast as they are leased, then --rate rollouts a second. Time from arrival to verdict begins
-where the bytes are whole, and ends where the signed verdict is in the ledger. CPU is the process's own; where it
-goes is sampled every few milliseconds, by the CPU time of each thread.
+First the workers send as fast as they are leased, then --rate rollouts a second. Time from arrival to verdict
+begins where the bytes are whole, and ends where the signed verdict is in the ledger. CPU is the process's own;
+where it goes is sampled every few milliseconds, by the CPU time of each thread. It grows with other load on the
+machine: compare within one run.
 """
 
 import argparse
@@ -23,11 +24,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -43,7 +45,7 @@ from support.swarm import Running, Swarm, make_model
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories, MakeLedger, make_environment
-from primerl.node.config.run import EngineConfig, EnvironmentConfig, NetworkConfig
+from primerl.node.config.run import EngineConfig, EnvironmentConfig, NetworkConfig, RunConfig
 from primerl.node.environments.chat import ChatFormat
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.fingerprint import pack
@@ -54,7 +56,7 @@ from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import Transport
 from primerl.node.p2p.uploads import upload
 from primerl.node.process.threads import share_python
-from primerl.node.storage.ledger import Ledger, LedgerView
+from primerl.node.storage.ledger import HonestRollout, Ledger, LedgerView
 from primerl.node.training.backend import StepMetrics, TrainBatch
 from primerl.node.verification.audit_process import AuditSetUp
 from primerl.node.verification.audit_process import main as serve_audits
@@ -102,7 +104,8 @@ LEASES = 3
 NATS = 0.9
 """Mean surprise of a token that a small model draws."""
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORK = {
@@ -141,7 +144,6 @@ WORK = {
 def make_small_model(directory: Path) -> Path:
     """Make a model directory whose tokenizer needs some 40 tokens for a prompt."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from verifiers.v1.utils import loaders  # noqa: F401  (imports the library before its tasksets)
 
     from primerl.node.environments.tasksets.alphabet_sort import (
         AlphabetSortConfig,
@@ -215,7 +217,7 @@ class CleanMeasurer:
 
 
 @dataclass
-class PreparedTask:
+class AnsweredTask:
     """A task and a right reply to it."""
 
     prompt: list[int]
@@ -230,7 +232,7 @@ class Replies:
         self._environment = environment
         self._plain = np.array(plain, np.uint32)
         self._stop = stop
-        self._tasks: dict[int, PreparedTask] = {}
+        self._tasks: dict[int, AnsweredTask] = {}
         self._chance = np.random.default_rng(os.getpid())
         count = 64
         rows = self._chance.normal(size=(count * REPLY, 7)).astype(np.float32)
@@ -250,16 +252,16 @@ class Replies:
             for reference, task in zip(lease.tasks, tasks, strict=True)
         )
 
-    async def _task(self, index: int) -> PreparedTask:
+    async def _task(self, index: int) -> AnsweredTask:
         if index not in self._tasks:
             task = await self._environment.task(index)
             shown = await self._environment.demonstration(task)
             assert shown is not None
             ((prompt, reply),) = shown.turns()
-            self._tasks[index] = PreparedTask(prompt, reply[:-1])
+            self._tasks[index] = AnsweredTask(prompt, reply[:-1])
         return self._tasks[index]
 
-    def _rollout(self, task: PreparedTask, at: int, version: int) -> RolloutRecord:
+    def _rollout(self, task: AnsweredTask, at: int, version: int) -> RolloutRecord:
         right = at % 2 == 0
         begin = task.reply if right else []
         rest = self._chance.choice(self._plain, REPLY - 1 - len(begin))
@@ -384,7 +386,7 @@ async def work(ticket: str, model: Path) -> None:
     """
     os.nice(5)  # the trainer goes first: workers have machines of their own
     environment = VerifiersEnvironment(
-        EnvironmentConfig(**ENVIRONMENT),
+        EnvironmentConfig.model_validate(ENVIRONMENT),
         model_dir=model,
         seed=0,
         max_tokens=REPLY,
@@ -434,10 +436,16 @@ class TimedLedger(Ledger):
         return arrival
 
     def add_verdict(
-        self, node: bytes, sealed: bytes, arrival: int | None = None, *more: Any
+        self,
+        node: bytes,
+        sealed: bytes,
+        arrival: int | None = None,
+        reputations: Mapping[bytes, bytes] | None = None,
+        honest: Sequence[HonestRollout] = (),
+        bounds: Mapping[bytes, bytes] | None = None,
     ) -> bool:
         """See Ledger."""
-        new = super().add_verdict(node, sealed, arrival, *more)
+        new = super().add_verdict(node, sealed, arrival, reputations, honest, bounds)
         if arrival is not None:
             self.judged[arrival] = time.monotonic()
         return new
@@ -469,11 +477,14 @@ class LoadedSwarm(Swarm):
         def auditor(config: EngineConfig, timeout_s: float) -> Auditor:
             return HfAuditor(config, timeout_s=timeout_s, program=program)
 
+        def learner(config: RunConfig) -> Learner:
+            return Learner()
+
         return replace(
             super()._factories(running, ledger),
             environment=make_environment,
             auditor=auditor,
-            backend=lambda config: Learner(),
+            backend=learner,
         )
 
 
@@ -482,7 +493,7 @@ class CpuSampler(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.seconds: Counter[str] = Counter()
+        self.seconds = defaultdict[str, float](float)
         self._clocks: dict[int, float] = {}
         self._ended = threading.Event()
 
@@ -490,7 +501,7 @@ class CpuSampler(threading.Thread):
         """Sample until end()."""
         own = threading.get_ident()
         while not self._ended.wait(SAMPLE_S):
-            for ident, frame in sys._current_frames().items():
+            for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
                 try:
                     spent = time.clock_gettime(time.pthread_getcpuclockid(ident))
                 except OSError:  # the thread has just ended
@@ -556,7 +567,7 @@ class Processes:
     def spent(self) -> dict[str, float]:
         """Return the CPU seconds so far of daemon, environment and audit."""
         own = psutil.Process()
-        seconds = Counter(daemon=_cpu_s(own))
+        seconds = {"daemon": _cpu_s(own), "environment": 0.0, "audit": 0.0}
         for child in own.children(recursive=True):
             if child.pid != self._workers:
                 with suppress(psutil.NoSuchProcess):
@@ -578,7 +589,7 @@ async def measure(
     before, spent, began = await swarm.trainer.status(), processes.spent(), time.monotonic()
     sampler.start()
     judged = len(TimedLedger.judged) + submissions
-    while len(TimedLedger.judged) < judged:
+    while len(TimedLedger.judged) < judged:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     sampler.end()
     after, ended = await swarm.trainer.status(), time.monotonic()
@@ -592,7 +603,10 @@ async def measure(
     accepted = after["accepted"] - before["accepted"]
     each = 1000 / max(1, accepted)
     cpu = {part: used[part] - spent[part] for part in ("daemon", "environment", "audit")}
-    where = {work: spent * each for work, spent in sampler.seconds.most_common()}
+    where = {
+        work: spent * each
+        for work, spent in sorted(sampler.seconds.items(), key=itemgetter(1), reverse=True)
+    }
     where["native threads"] = each * (cpu["daemon"] - sum(sampler.seconds.values()))
     return Row(
         name,
@@ -602,7 +616,9 @@ async def measure(
         len(times),
         statistics.median(times or [0.0]),
         times[int(0.95 * len(times))] if times else 0.0,
-        *(cpu[part] * each for part in ("daemon", "environment", "audit")),
+        cpu["daemon"] * each,
+        cpu["environment"] * each,
+        cpu["audit"] * each,
         cpu["daemon"] / took,
         audited_share(swarm.trainer.data_dir),
         where,
