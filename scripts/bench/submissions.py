@@ -99,6 +99,8 @@ DEADLINE_S = 120.0
 START_S = 600.0
 END = "end\n"
 SAMPLE_S = 0.004
+IDLE = frozenset(("select", "wait", "_worker", "get"))
+"""Functions in which a thread waits."""
 LEASES = 3
 """Leases that a worker holds at a time, beside the one that it submits."""
 NATS = 0.9
@@ -489,33 +491,45 @@ class LoadedSwarm(Swarm):
 
 
 class CpuSampler(threading.Thread):
-    """Samples where the Python threads of this process spend CPU time."""
+    """Samples what the Python threads of this process do while they take CPU time.
+
+    A thread that works for less than SAMPLE_S at a time is mostly seen waiting: its CPU time is divided by the
+    samples that found it at work.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.seconds = defaultdict[str, float](float)
+        self._samples = defaultdict[int, Counter[str]](Counter)
+        """By thread."""
+        self._began: dict[int, float] = {}
         self._clocks: dict[int, float] = {}
         self._ended = threading.Event()
 
     def run(self) -> None:
         """Sample until end()."""
-        own = threading.get_ident()
         while not self._ended.wait(SAMPLE_S):
             for ident, frame in sys._current_frames().items():  # pyright: ignore[reportPrivateUsage]
                 try:
-                    spent = time.clock_gettime(time.pthread_getcpuclockid(ident))
+                    clock = time.clock_gettime(time.pthread_getcpuclockid(ident))
                 except OSError:  # the thread has just ended
                     continue
-                before = self._clocks.get(ident, spent)
-                self._clocks[ident] = spent
-                if spent > before and ident != own:
-                    self.seconds[_work_of(frame)] += spent - before
-            self.seconds["this sampler"] = self._clocks.get(own, 0.0)
+                self._began.setdefault(ident, clock)
+                if clock > self._clocks.get(ident, clock) and frame.f_code.co_name not in IDLE:
+                    self._samples[ident][_work_of(frame)] += 1
+                self._clocks[ident] = clock
 
-    def end(self) -> None:
-        """Stop sampling."""
+    def end(self) -> dict[str, float]:
+        """Stop sampling; return the CPU seconds by work."""
         self._ended.set()
         self.join()
+        seconds = defaultdict[str, float](float)
+        for ident, clock in self._clocks.items():
+            samples, spent = self._samples[ident], clock - self._began[ident]
+            if ident == self.ident or not samples:
+                samples = Counter(("this sampler" if ident == self.ident else "other threads",))
+            for work, count in samples.items():
+                seconds[work] += spent * count / samples.total()
+        return seconds
 
 
 def _work_of(frame: FrameType | None) -> str:
@@ -591,7 +605,7 @@ async def measure(
     judged = len(TimedLedger.judged) + submissions
     while len(TimedLedger.judged) < judged:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-    sampler.end()
+    seconds = sampler.end()
     after, ended = await swarm.trainer.status(), time.monotonic()
     took, used = ended - began, processes.spent()
     await asyncio.sleep(2.0)  # the last ones are judged
@@ -605,9 +619,9 @@ async def measure(
     cpu = {part: used[part] - spent[part] for part in ("daemon", "environment", "audit")}
     where = {
         work: spent * each
-        for work, spent in sorted(sampler.seconds.items(), key=itemgetter(1), reverse=True)
+        for work, spent in sorted(seconds.items(), key=itemgetter(1), reverse=True)
     }
-    where["native threads"] = each * (cpu["daemon"] - sum(sampler.seconds.values()))
+    where["native threads"] = each * (cpu["daemon"] - sum(seconds.values()))
     return Row(
         name,
         rate,
