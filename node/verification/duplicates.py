@@ -49,7 +49,7 @@ _PLACES = 4096
 """Most rollouts in a group (protocol/rollouts.py)."""
 _STRIDE = 256
 """Least number of entries of the log that are looked through at a time."""
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 15
 """Most tokens of texts, padded to the longest of them, that are looked up at once."""
 _NAME_BYTES = 8
 """Bytes of a node's id that are kept, to name it."""

@@ -98,7 +98,7 @@ BUNDLE = 128
 DEADLINE_S = 120.0
 START_S = 600.0
 END = "end\n"
-SAMPLE_S = 0.004
+SAMPLE_S = 0.01
 IDLE = frozenset(("select", "wait", "_worker", "get"))
 """Functions in which a thread waits."""
 LEASES = 3
