@@ -695,7 +695,7 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.audit_ms:.3f}; daemon {row.daemon_cores:.2f} cores"
         )
         for work, ms in row.where.items():
-            if ms >= 0.004:
+            if ms >= 0.01:
                 print(f"    {ms:7.3f}  {work}")
 
 
