@@ -26,6 +26,16 @@ EXIT_ORPHANED = 75
 """Exit code of a process whose parent has ended."""
 
 
+def began(pid: int) -> float:
+    """Return when a process was started, in seconds of time.monotonic(); now, where /proc does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return time.monotonic() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.monotonic()
+
+
 class LogTail:
     """Reads the output of a process line by line: start() first, close() last."""
 
