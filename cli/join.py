@@ -4,6 +4,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,6 +121,9 @@ def run(
     from .live import open_view
 
     check_present(config.engine)
+    if config.ticket == "-":  # what takes a while to load is there when the ticket comes
+        role = "validator" if config.role == "validator" else "worker"
+        import_module(f"..node.app.{role}", __package__)
     config = with_checked_ticket(config)
     check_free(config)
     while True:
@@ -206,7 +210,9 @@ def ticket_text(given: str) -> str:
     from ..protocol.tickets import PREFIX
 
     if given == "-":
-        return sys.stdin.read(MAX_TICKET_FILE).strip()
+        if not (text := sys.stdin.read(MAX_TICKET_FILE).strip()):
+            raise TicketError("standard input holds no ticket")
+        return text
     if given.strip().startswith(PREFIX):
         return given.strip()
     try:
