@@ -12,9 +12,10 @@ from support.swarm import Running, Swarm
 from support.witness import Fakes, WitnessEngine
 
 from primerl.node.app.factories import Factories
+from primerl.node.config.run import EngineConfig
 from primerl.node.environments.environment import EnvironmentFailed
 from primerl.node.errors import EngineError, UsageError
-from primerl.node.inference.engine import Completion, GenerateRequest
+from primerl.node.inference.engine import Completion, Engine, GenerateRequest
 from primerl.node.storage.ledger import Ledger
 
 
@@ -57,8 +58,10 @@ class EvaluatedSwarm(Swarm):
     def _factories(
         self, running: Running, ledger: Callable[..., Ledger] | None = None
     ) -> Factories:
-        made = super()._factories(running, ledger)
-        return replace(made, evaluation_engine=lambda config: self.evaluation)
+        def evaluation_engine(config: EngineConfig) -> Engine:
+            return self.evaluation
+
+        return replace(super()._factories(running, ledger), evaluation_engine=evaluation_engine)
 
 
 async def test_workers_are_admitted_while_the_environments_of_the_trainer_start(
@@ -113,6 +116,7 @@ async def test_a_first_evaluation_that_fails_costs_its_figures_and_not_the_run(
         await swarm.start_trainer()
         swarm.add_worker("w")
         summary = await swarm.finished()
+    assert summary["reward_before"] is None
     figures = summary["environments"]["reverse-text"]
     assert "reward_after" in figures
     assert "reward_before" not in figures
