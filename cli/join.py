@@ -1,5 +1,7 @@
 """`primerl-node join`: work for a run."""
 
+import asyncio
+import os
 import stat
 import sys
 import time
@@ -31,6 +33,7 @@ from .command import (
 if TYPE_CHECKING:
     from ..node.config.run import JoinConfig
     from ..node.environments.allowed import EnvironmentNotAllowed
+    from ..node.inference.engine_replica import EngineChild
     from .live import OpenView
 
 LINE_EVERY_S = 60.0
@@ -121,10 +124,8 @@ def run(
     from .live import open_view
 
     check_present(config.engine)
-    if config.ticket == "-":  # what takes a while to load is there when the ticket comes
-        role = "validator" if config.role == "validator" else "worker"
-        import_module(f"..node.app.{role}", __package__)
-    config = with_checked_ticket(config)
+    if config.ticket != "-" or not is_pipe(sys.stdin.fileno()):
+        config = with_checked_ticket(config)
     check_free(config)
     while True:
         try:
@@ -137,7 +138,25 @@ def run(
 
 
 async def _join(config: "JoinConfig", view: "OpenView") -> None:
-    """Work until the run ends, with our own node in the view; the last line sums up its work."""
+    """Work until the run ends, with our own node in the view; the last line sums up its work.
+
+    Where the ticket comes through a pipe, what takes long to load is loaded meanwhile.
+    """
+    if config.ticket != "-":
+        return await _work(config, view)
+    from ..node.inference.hosted import begin_ahead
+
+    ahead = await begin_ahead(config.engine) if config.role == "inference" else None
+    try:
+        import_module("..node.app.worker", __package__)
+        ticket = await piped_text(MAX_TICKET_FILE)
+        await _work(with_checked_ticket(config.model_copy(update={"ticket": ticket})), view, ahead)
+    finally:
+        if ahead is not None:
+            await ahead.kill()
+
+
+async def _work(config: "JoinConfig", view: "OpenView", ahead: "EngineChild | None" = None) -> None:
     from ..node.app.daemon import join
     from ..node.environments.allowed import EnvironmentNotAllowed
     from ..node.ops.control import NodeState, watched
@@ -146,7 +165,7 @@ async def _join(config: "JoinConfig", view: "OpenView") -> None:
     data_dir = config.data_dir or default_data_dir()
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
-        farewell = await watched(nodes, view, join(config), pace_s=view.pace_s)
+        farewell = await watched(nodes, view, join(config, ahead), pace_s=view.pace_s)
     except EnvironmentNotAllowed:
         nodes.clear()  # it did nothing: its owner is asked
         raise
@@ -204,15 +223,37 @@ def checked_ticket(given: str, data_dir: Path) -> str:
     return usable_ticket(ticket_text(given) if given else "", data_dir, int(time.time()))
 
 
+def is_pipe(descriptor: int) -> bool:
+    """Return whether a file descriptor is a pipe, or the socket that asyncio gives to a child."""
+    mode = os.fstat(descriptor).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+async def piped_text(most: int) -> str:
+    """Read up to `most` bytes of a piped standard input to its end. Raises TicketError if there are none."""
+    from ..node.errors import TicketError
+
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    try:
+        data = b""
+        while len(data) < most and (piece := await reader.read(most)):
+            data += piece
+    finally:
+        transport.close()
+    if text := data[:most].decode(errors="replace").strip():
+        return text
+    raise TicketError("standard input holds no ticket")
+
+
 def ticket_text(given: str) -> str:
     """Read a ticket given as itself, as a file or as - (standard input). Raises TicketError."""
     from ..node.errors import TicketError
     from ..protocol.tickets import PREFIX
 
     if given == "-":
-        if not (text := sys.stdin.read(MAX_TICKET_FILE).strip()):
-            raise TicketError("standard input holds no ticket")
-        return text
+        return sys.stdin.read(MAX_TICKET_FILE).strip()
     if given.strip().startswith(PREFIX):
         return given.strip()
     try:

@@ -6,6 +6,8 @@ Roles are imported when they start: a dry run imports nothing heavy.
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +39,7 @@ from ..process.threads import share_python
 from ..storage.run_files import held
 
 if TYPE_CHECKING:
+    from ..inference.engine_replica import EngineChild
     from .judge import JudgeAddress
 
 KEY_FILE = "key.pem"
@@ -79,11 +82,13 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
     return directory
 
 
-async def join(config: JoinConfig) -> str:
+async def join(config: JoinConfig, ahead: "EngineChild | None" = None) -> str:
     """Run a worker or a validator until the run ends or it is stopped; returns why it left, if the run ended.
 
-    Raises NodeError, KeyFileError.
+    `ahead` is a process of begin_ahead(), for its engine. Raises NodeError, KeyFileError.
     """
+    from ..inference.build import build_engine
+    from .factories import sandboxed
     from .validator import ValidatorNode
     from .worker import WorkerNode
 
@@ -93,7 +98,10 @@ async def join(config: JoinConfig) -> str:
     configure(config.log, data_dir / "logs" / f"{name}.jsonl")
     share_python()
     kind = ValidatorNode if config.role == "validator" else WorkerNode
-    node = kind(config, load_key(data_dir), data_dir)
+    factories = sandboxed(config)
+    if ahead is not None:
+        factories = replace(factories, engine=partial(build_engine, ahead=ahead))
+    node = kind(config, load_key(data_dir), data_dir, factories)
     await node.run()
     return node.farewell
 
