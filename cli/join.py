@@ -6,7 +6,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +33,6 @@ from .command import (
 if TYPE_CHECKING:
     from ..node.config.run import JoinConfig
     from ..node.environments.allowed import EnvironmentNotAllowed
-    from ..node.inference.engine_replica import EngineChild
     from .live import OpenView
 
 LINE_EVERY_S = 60.0
@@ -138,34 +137,17 @@ def run(
 
 
 async def _join(config: "JoinConfig", view: "OpenView") -> None:
-    """Work until the run ends, with our own node in the view; the last line sums up its work.
-
-    Where the ticket comes through a pipe, what takes long to load is loaded meanwhile.
-    """
-    if config.ticket != "-":
-        return await _work(config, view)
-    from ..node.inference.hosted import begin_ahead
-
-    ahead = await begin_ahead(config.engine) if config.role == "inference" else None
-    try:
-        import_module("..node.app.worker", __package__)
-        ticket = await piped_text(MAX_TICKET_FILE)
-        await _work(with_checked_ticket(config.model_copy(update={"ticket": ticket})), view, ahead)
-    finally:
-        if ahead is not None:
-            await ahead.kill()
-
-
-async def _work(config: "JoinConfig", view: "OpenView", ahead: "EngineChild | None" = None) -> None:
+    """Work until the run ends, with our own node in the view; the last line sums up its work."""
     from ..node.app.daemon import join
     from ..node.environments.allowed import EnvironmentNotAllowed
     from ..node.ops.control import NodeState, watched
     from .live import plain_line
 
+    ticket = partial(piped_text, MAX_TICKET_FILE) if config.ticket == "-" else None
     data_dir = config.data_dir or default_data_dir()
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
-        farewell = await watched(nodes, view, join(config, ahead), pace_s=view.pace_s)
+        farewell = await watched(nodes, view, join(config, ticket), pace_s=view.pace_s)
     except EnvironmentNotAllowed:
         nodes.clear()  # it did nothing: its owner is asked
         raise
