@@ -638,11 +638,11 @@ class TrainerNode(IssuingNode):
                 background.append(group.create_task(_finished(run.evaluated)))
                 step = await startup.first_version(role, services.ledger, boot, restarted=again)
                 await asyncio.to_thread(evaluation.log.open, step)
-                # beside training, as all evaluations of versions
+                # beside training, and after the evaluation whose rollouts it shares
+                evaluation.begin(step, publisher.states[step])
                 before = group.create_task(
                     startup.evaluate_before(services.ledger, step, publisher.states[step])
                 )
-                evaluation.begin(step, publisher.states[step])
                 self.phase = "running"
                 with self._clock.phase("training"):
                     await role.run(step)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -51,8 +52,14 @@ class EvaluationEngine(WitnessEngine):
 class EvaluatedSwarm(Swarm):
     """Its trainer evaluates with an engine of the test."""
 
-    def __init__(self, *args: Any, fails: bool = False, **overrides: Any) -> None:
-        super().__init__(*args, evaluation={"prompts": 2}, **overrides)
+    def __init__(
+        self,
+        *args: Any,
+        fails: bool = False,
+        evaluation: Any = MappingProxyType({}),
+        **overrides: Any,
+    ) -> None:
+        super().__init__(*args, evaluation={"prompts": 2, **evaluation}, **overrides)
         self.evaluation = EvaluationEngine(self.fakes, fails=fails)
 
     def _factories(
@@ -105,6 +112,22 @@ async def test_steps_are_trained_while_the_first_version_is_evaluated(
     first, last = swarm.fakes.loads("evaluation")
     assert (first.state, last.state) == (heads[0, 0].state, heads[0, 3].state)
     assert summary["eval_prompts"] == 2
+    assert summary["environments"]["reverse-text"].keys() >= {"reward_before", "reward_after"}
+
+
+async def test_evaluations_of_the_same_version_share_their_rollouts(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    both = {"interval": 10, "samples": 2}
+    async with EvaluatedSwarm(tmp_path, model_dir, evaluation=both) as swarm:
+        swarm.evaluation.may_evaluate.set()
+        await swarm.start_trainer()
+        swarm.add_worker("w")
+        summary = await swarm.finished()
+    events = [event for event in swarm.fakes.events if event.name == "evaluation"]
+    assert [event.kind for event in events] == 2 * ["load", *["generate"] * 4]
+    before, after = summary["evaluations"]["reverse-text"]
+    assert (before["version"], after["version"]) == (0, 3)
     assert summary["environments"]["reverse-text"].keys() >= {"reward_before", "reward_after"}
 
 

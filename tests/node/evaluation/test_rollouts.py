@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 from support.counting_environment import STOP, CountingEnvironment
 from support.scripted_engine import ScriptedEngine
 
-from primerl.node.app.trainer import open_eval_tasks
+from primerl.node.app.trainer import eval_tasks
 from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.run import EvaluatedEnvironment, RunConfig
 from primerl.node.environments.environment import Environment, EnvironmentFailed, Split, Task
@@ -275,7 +274,7 @@ async def test_a_cell_that_failed_whole_or_was_sampled_otherwise_is_measured_aga
         assert measured == times
 
 
-async def test_beside_training_all_tasks_are_measured_of_environments_that_it_does_not_use(
+def test_beside_training_all_tasks_are_measured_of_environments_that_it_does_not_use(
     tmp_path: Path,
 ) -> None:
     config = RunConfig.model_validate(
@@ -288,8 +287,7 @@ async def test_beside_training_all_tasks_are_measured_of_environments_that_it_do
         }
     )
     factories: Any = SimpleNamespace(environment=lambda *_: CountingEnvironment())  # pyright: ignore[reportUnknownLambdaType]
-    async with AsyncExitStack() as stack:
-        tasks = await open_eval_tasks(config, factories, [], tmp_path, stack)
+    tasks = eval_tasks(config, factories, [], tmp_path)
     assert [(task.split, task.prompts) for task in tasks] == [("eval", 64), ("all", -1)]
 
 
