@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from support.counting_environment import STOP, CountingEnvironment
@@ -36,7 +37,7 @@ from primerl.node.evaluation.evaluator import (
 )
 from primerl.node.evaluation.statistics import summarize
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.weights.state import State
+from primerl.node.weights.state import State, Tensor
 
 NOTHING: State = {}
 
@@ -414,12 +415,13 @@ async def test_two_evaluations_of_one_engine_take_turns() -> None:
     await engine.start(Path())
     environment = CountingEnvironment()
     evaluator = Evaluator(engine, EvalSampling(4, 1.0, (STOP,)))
-    eval_tasks = [EvalTask("a", environment, 3, 2), EvalTask("b", environment, 5, 1)]
+    own = [EvalTask("a", environment, 3, 2), EvalTask("b", environment, 5, 1)]
+    another: State = {"w": Tensor("BF16", (1,), np.zeros(1, "<u2"))}
     before, found = await asyncio.gather(
         evaluator.evaluate(
             NOTHING, [EvalTask("a", environment, 4, 1)], split="eval", first=0, seed=0
         ),
-        evaluator.evaluate_tasks(NOTHING, eval_tasks, seed=0),
+        evaluator.evaluate_tasks(another, own, seed=0),
     )
     assert (before.prompts, before.exact, before.reward) == (4, 1.0, 1.0)  # load 1 says n + 1
     assert {name: len(rollouts) for name, rollouts in found.items()} == {"a": 6, "b": 5}
