@@ -123,7 +123,7 @@ class Learner:
         self.vocabulary = model_files.vocab_size(model_dir)
         """Token ids are below this."""
         on_gpu = world.device.type != "cpu"
-        self._exporter = PolicyExporter(world, threads=config.threads, ahead=on_gpu)
+        self._exporter = PolicyExporter(world, bundles=on_gpu, threads=config.threads, ahead=on_gpu)
         self._row = _row_tokens(model_dir, config, world)
         """Most tokens of a row."""
         self._parameters = model.masters()
