@@ -162,12 +162,12 @@ def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
     """Make the auditor that `config.type` names, not started; an audit takes at most `timeout_s`."""
     from ..verification.hf_auditor import HfAuditor
 
-    embedded = HfAuditor(config, timeout_s=timeout_s)
     if config.type == "hf":
-        return embedded
+        return HfAuditor(config, timeout_s=timeout_s, ahead=True)
     from ..verification.local_audits import RoutedAuditor
     from ..verification.vllm_auditor import VllmAuditor
 
+    embedded = HfAuditor(config, timeout_s=timeout_s)  # of pipelines' work: most runs have none
     return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s), embedded)
 
 

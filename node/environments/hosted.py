@@ -382,14 +382,18 @@ class HostedEnvironment:
         return "" if self._judge is None else self._judge.fault
 
     async def start(self) -> None:
-        """Start the process and load the taskset. Raises EnvironmentFailed, StorageError."""
-        if refusal := self._sandbox.refusal(self.name):
-            raise EnvironmentFailed(refusal)
-        if self._judge is not None:
-            await self._judge.start()
-        if self._config.stop:
-            self.stops = StopStrings(self._config.stop, (await self._chat()).piece)
-        await self._start()
+        """Start the process and load the taskset; requests that come meanwhile wait for it.
+
+        Raises EnvironmentFailed, StorageError.
+        """
+        async with self._replacing:
+            if refusal := self._sandbox.refusal(self.name):
+                raise EnvironmentFailed(refusal)
+            if self._judge is not None:
+                await self._judge.start()
+            if self._config.stop:
+                self.stops = StopStrings(self._config.stop, (await self._chat()).piece)
+            await self._start()
 
     async def _chat(self) -> Chat:
         """Read the tokenizer, which the process reads for itself. Raises EnvironmentFailed."""
