@@ -10,10 +10,12 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support import fake_environment_process as fake
 from support.chat_model import IM_END, make_chat_model
+from support.waiting import until
 
 from primerl.node.app.startup import demonstrations
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.config.sandbox import WorkerSandboxConfig
+from primerl.node.environments import hosted
 from primerl.node.environments.environment import Environment
 from primerl.node.environments.hosted import PROGRAM, HostedEnvironment
 from primerl.node.environments.sandbox import choose
@@ -98,5 +100,30 @@ async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
             assert isinstance(stuck, str)
             assert "in exact, sort_digits.py" in stuck
             assert await says(environment, "no", 1) == 0.0
+    finally:
+        await environment.close()
+
+
+async def test_a_process_that_nobody_needs_ends_until_the_next_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hosted, "REST_S", 0.01)
+    monkeypatch.setattr(hosted, "REST_STARTS", 0.0)
+    environment = HostedEnvironment(
+        EnvironmentConfig(id="moody", args={"moods": "good"}),
+        model_dir=None,
+        seed=0,
+        max_tokens=16,
+        temperature=1.0,
+        program=(sys.executable, fake.__file__),
+    )
+    try:
+        await environment.start()
+        first = psutil.Process().children()
+        await until(lambda: not any(process.is_running() for process in first))
+        assert (await environment.task(7)).index == 7
+        assert environment.restarts == 0
+        assert not environment.status
+        assert not caplog.records
     finally:
         await environment.close()
