@@ -344,9 +344,14 @@ class TasksetPlayer:
         if type(task).setup is not vf.Task.setup:
             async with boundary(vf.TaskError, "task setup"):
                 await invoke(task.setup, at_hand)
-        session = RolloutSession(self._context, trace, self._network, prepared.stops, self._limits)
-        if (stop := await session.refused()) is not None:
-            raise PlayFailed(f"the taskset's @stop {stop} ends the rollout before its first turn")
+        if prepared.stops:  # a limit refuses no first turn
+            session = RolloutSession(
+                self._context, trace, self._network, prepared.stops, self._limits
+            )
+            if (stop := await session.refused()) is not None:
+                raise PlayFailed(
+                    f"the taskset's @stop {stop} ends the rollout before its first turn"
+                )
         started = time.time()
         completion = await exchange.sample(prompt)
         reply = self._record(trace, prepared, completion, started)

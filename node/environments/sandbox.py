@@ -12,8 +12,8 @@ some of the file system, read-only, and no other process. Invariants:
 import fcntl
 import json
 import os
-import re
 import platform
+import re
 import shutil
 import stat
 import subprocess
