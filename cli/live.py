@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -140,7 +141,7 @@ class LiveView:
     def show(self, nodes: Mapping[str, NodeState]) -> None:
         """Draw these, unless the screen shows the same and is not old."""
         self._nodes, now = nodes, self._clock()
-        state = [(name, node.status, node.peers, node.note) for name, node in nodes.items()]
+        state = [(name, _still(node.status), node.peers, node.note) for name, node in nodes.items()]
         if state != self._drawn[0] or now - self._drawn[1] >= SAME_LIVE_S:
             self._drawn = state, now
             self._live.refresh()
@@ -153,6 +154,11 @@ class LiveView:
         elapsed = self._clock() - self._started
         width, height = self._console.size
         return screen_of(self._title, self._nodes, elapsed, width - ECHO, height)
+
+
+def _still(status: Status | None) -> Status | None:
+    """Leave out what changes while nothing happens."""
+    return None if status is None else msgspec.structs.replace(status, uptime_s=0.0)
 
 
 # -- plain lines -----------------------------------------------------------------------------------

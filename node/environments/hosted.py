@@ -24,6 +24,7 @@ from ..errors import NodeError, StorageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.frames import ProcessMessage
+from ..process.heap import trim_heap
 from ..process.spawn import PARENT_VARIABLE, kill_group, to_the_end
 from ..tasks import end_tasks
 from .allowed import source_of
@@ -508,6 +509,7 @@ class HostedEnvironment:
                 if idle and self._child is not None and not self._child.lost.is_set():
                     self._rests = True  # a request that comes meanwhile waits for the lock
                     await self._child.close()
+                    trim_heap()
 
     async def _replace(self, child: EnvironmentChild) -> EnvironmentChild:
         """Start another process; if cancelled, the next request starts it."""

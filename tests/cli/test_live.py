@@ -204,6 +204,8 @@ def test_a_screen_is_drawn_when_something_is_new_or_its_time_is_old() -> None:
             (4, "left"),
             (8, "left"),
         ):
+            assert states["trainer"].status is not None
+            states["trainer"].status = msgspec.structs.replace(STATUS, uptime_s=now[0])
             view.show(states)
             sizes.append(screen.file.tell())
     drawn = [after > before for before, after in itertools.pairwise(sizes)]

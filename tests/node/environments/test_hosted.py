@@ -1,6 +1,7 @@
 """A taskset of the library in a process of its own: an ordinary endless one, as anybody writes it."""
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -127,3 +128,18 @@ async def test_a_process_that_nobody_needs_ends_until_the_next_request(
         assert not caplog.records
     finally:
         await environment.close()
+
+
+IMPORTS = """
+import subprocess
+import sys
+from primerl.node.environments.verifiers import _import_player
+_import_player()
+assert not any(name.partition(".")[0] == "anthropic" for name in sys.modules)
+import anthropic.types
+assert anthropic.types.Message.model_fields
+"""
+
+
+def test_verifiers_loads_no_client_that_no_node_uses_and_a_taskset_may_import_it() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
