@@ -1012,8 +1012,8 @@ FAULTS = (
     Fault(
         "nobody reads a ledger while a submission is written",
         "node/storage/ledger.py",
-        "with self._transaction(self._large):\nyield self._large",
-        "with self._transaction():\nyield self._db",
+        "yield self._large",
+        "yield self._db",
         ("test_a_ledger_is_read_while_a_large_row_is_written",),
     ),
     Fault(
@@ -1784,6 +1784,13 @@ FAULTS = (
             "test_data_is_synced_before_its_name_and_the_name_before_the_answer",
             "test_death_between_any_two_writes_loses_nothing_acknowledged",
         ),
+    ),
+    Fault(
+        "an environment that rests is not started again",
+        "node/environments/hosted.py",
+        "if self._rests or child.lost.is_set():",
+        "if child.lost.is_set():",
+        ("test_a_process_that_nobody_needs_ends_until_the_next_request",),
     ),
     Fault(
         "a verdict that found a fault makes room like one that found none",
