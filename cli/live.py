@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -42,7 +43,9 @@ from .tables import (
     version,
 )
 
-LIVE_EVERY_S = 0.5
+LIVE_EVERY_S = 1.0
+SAME_LIVE_S = 5.0
+"""Pause before a screen on which only the time is new: to draw one takes 10 ms."""
 PLAIN_EVERY_S = 2.0
 SAME_EVERY_S = 60.0
 """Pause before a plain line that repeats the one before."""
@@ -105,13 +108,22 @@ class PlainView:
 class LiveView:
     """A screen that redraws itself below the lines of say()."""
 
-    def __init__(self, title: str, screen: Console | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        screen: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._title = title
         self._console = screen or console()
-        self._started = time.monotonic()
+        self._clock = clock
+        self._started = clock()
         self._nodes: Mapping[str, NodeState] = {}
+        self._drawn: tuple[object, float] = (None, 0.0)
+        """What the screen shows, and since when."""
         self._live = Live(
-            console=self._console, get_renderable=self._draw, refresh_per_second=4, transient=True
+            console=self._console, get_renderable=self._draw, auto_refresh=False, transient=True
         )
 
     def __enter__(self) -> "LiveView":
@@ -127,17 +139,26 @@ class LiveView:
         return LIVE_EVERY_S
 
     def show(self, nodes: Mapping[str, NodeState]) -> None:
-        """Draw these from now on."""
-        self._nodes = nodes
+        """Draw these, unless the screen shows the same and is not old."""
+        self._nodes, now = nodes, self._clock()
+        state = [(name, _still(node.status), node.peers, node.note) for name, node in nodes.items()]
+        if state != self._drawn[0] or now - self._drawn[1] >= SAME_LIVE_S:
+            self._drawn = state, now
+            self._live.refresh()
 
     def say(self, text: str) -> None:
         """Print a line above the screen, whole however long: a ticket must survive copying."""
         self._console.print(text, soft_wrap=True, markup=False)
 
     def _draw(self) -> Any:
-        elapsed = time.monotonic() - self._started
+        elapsed = self._clock() - self._started
         width, height = self._console.size
         return screen_of(self._title, self._nodes, elapsed, width - ECHO, height)
+
+
+def _still(status: Status | None) -> Status | None:
+    """Leave out what changes while nothing happens."""
+    return None if status is None else msgspec.structs.replace(status, uptime_s=0.0)
 
 
 # -- plain lines -----------------------------------------------------------------------------------

@@ -495,7 +495,7 @@ FAULTS = (
         "receipt is given before the submission is durable",
         "node/trainer/submissions.py",
         "arrival = await self._ledger.beside(\n"
-        "self._ledger.receive, name, lease.lease_id, peer, data, receipt\n)",
+        "self._ledger.receive, name, lease.lease_id, peer, data, int(now)\n)",
         "arrival = self._ledger.last_arrival() + 1",
         ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
     ),
@@ -1012,8 +1012,8 @@ FAULTS = (
     Fault(
         "nobody reads a ledger while a submission is written",
         "node/storage/ledger.py",
-        "return self._write(statement, values, self._large)",
-        "return self._write(statement, values)",
+        "yield self._large",
+        "yield self._db",
         ("test_a_ledger_is_read_while_a_large_row_is_written",),
     ),
     Fault(
@@ -1783,6 +1783,22 @@ FAULTS = (
         (
             "test_data_is_synced_before_its_name_and_the_name_before_the_answer",
             "test_death_between_any_two_writes_loses_nothing_acknowledged",
+        ),
+    ),
+    Fault(
+        "an environment that rests is not started again",
+        "node/environments/hosted.py",
+        "if self._rests or child.lost.is_set():",
+        "if child.lost.is_set():",
+        ("test_a_process_that_nobody_needs_ends_until_the_next_request",),
+    ),
+    Fault(
+        "a verdict that found a fault makes room like one that found none",
+        "node/storage/ledger.py",
+        '"DELETE FROM verdicts WHERE clean AND arrival <= ?"',
+        '"DELETE FROM verdicts WHERE arrival <= ?"',
+        (
+            "test_a_verdict_that_found_no_fault_makes_room_once_every_checkpoint_contains_its_submission",
         ),
     ),
     Fault(

@@ -323,7 +323,7 @@ class JudgeNode(IssuingNode):
                 await scheduler.work_changed()
             old = self._progress.verified_up_to - BODIES_KEPT
             if old > forgotten:
-                ledger.forget_bodies(old)
+                ledger.forget_covered(old)
                 forgotten = old
 
     async def _status(self) -> Status:

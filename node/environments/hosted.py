@@ -24,7 +24,9 @@ from ..errors import NodeError, StorageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.frames import ProcessMessage
+from ..process.heap import trim_heap
 from ..process.spawn import PARENT_VARIABLE, kill_group, to_the_end
+from ..tasks import end_tasks
 from .allowed import source_of
 from .chat import CHAT_FILES, Chat, ChatFormat, Transcript
 from .confine import protect_node
@@ -96,6 +98,10 @@ LOOKS = 16
 """Latest such checks in which it is noted whether the environment's code runs."""
 BUSY_LOOKS = 8
 """Of these, the least in which the code of a busy process ran: rollouts come in bursts."""
+REST_S = 300.0
+"""Time without a request after which the process ends, and frees its memory, until the next one; more where its
+start took more than a REST_STARTS-th of it."""
+REST_STARTS = 20.0
 SILENT_S = 30.0
 """Tolerated silence of the process, beyond the environment's own limits."""
 MOST_QUESTIONS = 64
@@ -344,6 +350,14 @@ class HostedEnvironment:
         self._child: EnvironmentChild | None = None
         self._starting: EnvironmentChild | None = None
         self._closed = False
+        self._open = 0
+        """Requests that are being answered."""
+        self._used_at = 0.0
+        """When the last of them ended, in the event loop's time."""
+        self._rest_s = REST_S
+        self._rests = False
+        """Whether the process was ended because nobody needed it."""
+        self._resting: asyncio.Task[None] | None = None
         self._replacing = asyncio.Lock()
         self._looked = RecentDict[tuple[int, Split], EnvironmentLooked](LOOKED_TASKS)
         self._losses = 0
@@ -394,6 +408,8 @@ class HostedEnvironment:
             if self._config.stop:
                 self.stops = StopStrings(self._config.stop, (await self._chat()).piece)
             await self._start()
+        self._used_at = asyncio.get_running_loop().time()
+        self._resting = asyncio.create_task(self._rest_when_idle(), name="environment rests")
 
     async def _chat(self) -> Chat:
         """Read the tokenizer, which the process reads for itself. Raises EnvironmentFailed."""
@@ -404,6 +420,7 @@ class HostedEnvironment:
     async def close(self) -> None:
         """End the process."""
         self._closed = True
+        await end_tasks(self._resting)
         for child in (self._starting, self._child):
             if child is not None:
                 await child.close()
@@ -466,6 +483,14 @@ class HostedEnvironment:
 
     async def _with_child(self, index: int, ask: Callable[[EnvironmentChild], Awaitable[A]]) -> A:
         """Return the result of `ask`; retry with a new process if another request ended the old one."""
+        self._open += 1
+        try:
+            return await self._try(index, ask)
+        finally:
+            self._open -= 1
+            self._used_at = asyncio.get_running_loop().time()
+
+    async def _try(self, index: int, ask: Callable[[EnvironmentChild], Awaitable[A]]) -> A:
         for _ in range(MOST_TRIES):
             child = await self._working()
             try:
@@ -490,34 +515,50 @@ class HostedEnvironment:
                 raise EnvironmentFailed(
                     f"environment {self.name!r} is not running: call start() first"
                 )
-            if child.lost.is_set():
+            if self._rests or child.lost.is_set():
                 child = await self._replace(child)
             return child
 
+    async def _rest_when_idle(self) -> None:
+        """End the process whenever there was no request for some time, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            left = self._used_at + self._rest_s - loop.time()
+            await asyncio.sleep(max(left, self._rest_s / 10))
+            async with self._replacing:
+                idle = not self._open and loop.time() >= self._used_at + self._rest_s
+                if idle and self._child is not None and not self._child.lost.is_set():
+                    self._rests = True  # a request that comes meanwhile waits for the lock
+                    await self._child.close()
+                    trim_heap()
+
     async def _replace(self, child: EnvironmentChild) -> EnvironmentChild:
         """Start another process; if cancelled, the next request starts it."""
-        self._fault = child.fault
+        self._fault = "" if self._rests else child.fault
         await child.close()
         while True:
-            self._losses += 1
-            if self._losses >= MOST_LOSSES:
-                fault = f"{self._fault} ({self._losses} times in a row)"
-                self._given_up = f"environment {self.name!r} is given up: {fault}"
-                raise EnvironmentGivenUp(self._given_up)
-            logger.warning(
-                "environment %s: %s; its process is started again", self.name, self._fault
-            )
+            if not self._rests:
+                self._losses += 1
+                if self._losses >= MOST_LOSSES:
+                    fault = f"{self._fault} ({self._losses} times in a row)"
+                    self._given_up = f"environment {self.name!r} is given up: {fault}"
+                    raise EnvironmentGivenUp(self._given_up)
+                logger.warning(
+                    "environment %s: %s; its process is started again", self.name, self._fault
+                )
             try:
                 replacement = await self._start()
             except EnvironmentFailed as error:
-                self._fault = str(error)
+                self._fault, self._rests = str(error), False
                 await asyncio.sleep(PAUSE_S)
                 continue
-            self.restarts += 1
+            self.restarts += not self._rests
+            self._rests = False
             return replacement
 
     async def _start(self) -> EnvironmentChild:
         protect_node()
+        began = asyncio.get_running_loop().time()
         start = await asyncio.to_thread(self._prepare)
         if self._closed:
             if start.scratch is not None:
@@ -530,6 +571,8 @@ class HostedEnvironment:
         try:
             await child.start(self._set_up)
             self._child = child
+            took_s = asyncio.get_running_loop().time() - began
+            self._rest_s = max(REST_S, took_s * REST_STARTS)
         except BaseException:
             await child.close()
             raise

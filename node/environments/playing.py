@@ -16,12 +16,13 @@ import copy
 import functools
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -292,6 +293,7 @@ class TasksetPlayer:
         data, content = task.data, task.hash
         if not self._scores:
             task = task.defer_scoring()
+        _keep_signatures(task)
         if data.image or data.agent_user or data.skills or data.network_block:
             raise EnvironmentFailed(f"task {index} wants a container: use another taskset")
         if data.prompt is None and self._env is None:
@@ -346,9 +348,14 @@ class TasksetPlayer:
         if type(task).setup is not vf.Task.setup:
             async with boundary(vf.TaskError, "task setup"):
                 await invoke(task.setup, at_hand)
-        session = RolloutSession(self._context, trace, self._network, prepared.stops, self._limits)
-        if (stop := await session.refused()) is not None:
-            raise PlayFailed(f"the taskset's @stop {stop} ends the rollout before its first turn")
+        if prepared.stops:  # a limit refuses no first turn
+            session = RolloutSession(
+                self._context, trace, self._network, prepared.stops, self._limits
+            )
+            if (stop := await session.refused()) is not None:
+                raise PlayFailed(
+                    f"the taskset's @stop {stop} ends the rollout before its first turn"
+                )
         started = time.time()
         completion = await exchange.sample(prompt)
         reply = self._record(trace, prepared, completion, started)
@@ -421,6 +428,18 @@ class TasksetPlayer:
         total = joined_score(traces, list(map(len, branches_by_trace)))
         turns = tuple(numbers for trace in traces for numbers in harness.numbers(trace))
         return Episode(branches=branches, score=replace(total, turns=turns))
+
+
+def _keep_signatures(task: vf.Task) -> None:
+    """Attach the signatures of a task's scoring functions to them, as `inspect` allows.
+
+    The library asks for them at every rollout, which took a ninth of the time of scoring one.
+    """
+    for hook in (*task.hooks("metric"), *task.hooks("reward")):
+        function = getattr(hook, "__func__", hook)
+        if not hasattr(function, "__signature__"):
+            with suppress(AttributeError, TypeError, ValueError):  # not every callable takes one
+                function.__signature__ = inspect.signature(function)
 
 
 # -- the library's parts, played in process -------------------------------------------------------

@@ -138,7 +138,7 @@ class LauncherTimeouts:
     """Pauses and deadlines of the launcher, seconds."""
 
     poll: float = 0.1
-    view: float = 0.5
+    view: float = 1.0
     back_off: tuple[float, ...] = (1.0, 3.0, 9.0)
     """Pauses before the restarts of one worker; it is given up after the last."""
     ticket: float = 300.0

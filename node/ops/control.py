@@ -388,7 +388,7 @@ class View(Protocol):
     """A display of nodes."""
 
     def show(self, nodes: Mapping[str, NodeState]) -> None:
-        """Draw these states; called about twice a second."""
+        """Draw these states; called about once a second."""
         ...
 
     def say(self, text: str) -> None:

@@ -117,8 +117,8 @@ class PhaseClock:
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 0.1
-WINDOW = 100
+EVERY_S = 0.25
+WINDOW = 40
 LOOK_S = 0.5
 STILL_S = 2.0
 """Lag at which the loop is logged as blocked."""

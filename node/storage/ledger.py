@@ -39,10 +39,11 @@ CREATE TABLE IF NOT EXISTS tickets (
     revoked INTEGER, admitted INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS inbox (
     arrival INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB UNIQUE NOT NULL,
-    lease_id INTEGER UNIQUE NOT NULL, node BLOB NOT NULL, sealed BLOB, receipt BLOB NOT NULL);
+    lease_id INTEGER UNIQUE NOT NULL, node BLOB NOT NULL, received INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS bodies (arrival INTEGER PRIMARY KEY, sealed BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS verdicts (
     id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, sealed BLOB NOT NULL, name BLOB,
-    arrival INTEGER);
+    arrival INTEGER, clean INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS reputations (
     node BLOB PRIMARY KEY, arrival INTEGER, snapshot BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS honest (
@@ -58,19 +59,40 @@ INDICES = """
 CREATE UNIQUE INDEX IF NOT EXISTS verdict_names ON verdicts (name);
 CREATE INDEX IF NOT EXISTS verdict_nodes ON verdicts (node, id);
 CREATE UNIQUE INDEX IF NOT EXISTS verdict_arrivals ON verdicts (arrival);
+CREATE INDEX IF NOT EXISTS verdict_clean ON verdicts (id) WHERE clean;
 CREATE INDEX IF NOT EXISTS honest_classes ON honest (class, id);
 """
-FORMAT = 3
+UPGRADE = (
+    "INSERT INTO bodies SELECT arrival, sealed FROM inbox WHERE sealed IS NOT NULL",
+    "ALTER TABLE inbox RENAME TO inbox_3",
+    "CREATE TABLE inbox (arrival INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB UNIQUE NOT NULL,"
+    " lease_id INTEGER UNIQUE NOT NULL, node BLOB NOT NULL, received INTEGER NOT NULL)",
+    "INSERT INTO inbox SELECT arrival, digest, lease_id, node, strftime('%s', 'now') FROM inbox_3",
+    "DROP TABLE inbox_3",
+    "ALTER TABLE verdicts ADD COLUMN clean INTEGER NOT NULL DEFAULT 0",
+    "UPDATE meta SET value = x'0004' WHERE key = 'format'",
+)
+"""Statements that make a ledger of format 3 one of format 4, in one transaction."""
+FORMAT = 4
 """Rises with the wire version too: sealed bytes in a ledger can be read by that version alone.
 
-2: sealed in wire version 2. 3: tickets; verdicts by arrival, and reputations; an id.
+2: sealed in wire version 2. 3: tickets; verdicts by arrival, and reputations; an id. 4: bodies of submissions
+in a table of their own, where deleting one frees its pages; receipts are signed again, not stored.
 """
+UPGRADED = 3
+"""The format that is upgraded where it is opened for writing."""
 ID = "id"
 """Key of 16 random bytes that no other ledger has."""
 ACCOUNTS = "SELECT id, label, issued, expires, uses, revoked, admitted FROM tickets"
 OWNER = "node"
 """Key of the id of the node that began the ledger."""
 VERDICTS_KEPT = 10_000
+CLEAN_KEPT = 512
+"""Verdicts behind the newest that are kept although they found no fault and no checkpoint needs them."""
+SPARE_PAGES = 1024
+"""Free pages (4 KiB each) that a ledger keeps for the next submissions; others are given back."""
+SHRINK_PAGES = 256
+"""Most pages that the file shrinks by at a time: some milliseconds."""
 HONEST_KEPT = 2048
 """Measured rollouts of reference workers, of each numerics class."""
 MANIFEST = "manifest"
@@ -91,6 +113,16 @@ class QueuedSubmission:
     lease_id: int
     node: bytes
     sealed: bytes
+
+
+@dataclass(frozen=True)
+class ReceiptRecord:
+    """What a receipt says of a submission."""
+
+    lease_id: int
+    node: bytes
+    received: int
+    """Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -162,11 +194,15 @@ class Ledger:
     def _begin(self, path: Path, fsync: bool) -> None:
         try:
             _check_integrity(path, self._db)
+            (shrinks,) = self._db.execute("PRAGMA auto_vacuum").fetchone()
+            self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # before the first table
             self._db.execute("PRAGMA journal_mode=WAL")
             _set_durability(self._db, fsync)
             self._db.executescript(SCHEMA)
             self._check_format(path)
             self._db.executescript(INDICES)
+            if not shrinks:
+                self._db.execute("VACUUM")  # an older ledger shrinks from now on
         except sqlite3.OperationalError as error:
             raise _cannot_open(path, error) from error
         except sqlite3.DatabaseError as error:
@@ -309,20 +345,25 @@ class Ledger:
         self._write("UPDATE tickets SET revoked = ? WHERE id = ? AND revoked = 0", (now, name))
 
     def receive(
-        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, receipt: bytes
+        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, received: int
     ) -> int:
         """Put a submission into the queue; returns its arrival number. Takes a second for 50 MB."""
-        cursor = self._write_large(
-            "INSERT INTO inbox (digest, lease_id, node, sealed, receipt) VALUES (?, ?, ?, ?, ?)",
-            (digest, lease_id, node, sealed, receipt),
-        )
-        assert cursor.lastrowid is not None
-        return cursor.lastrowid
+        with self._large_transaction() as db:
+            arrival = self._write(
+                "INSERT INTO inbox (digest, lease_id, node, received) VALUES (?, ?, ?, ?)",
+                (digest, lease_id, node, received),
+                db,
+            ).lastrowid
+            assert arrival is not None
+            self._write("INSERT INTO bodies VALUES (?, ?)", (arrival, sealed), db)
+        return arrival
 
-    def receipt(self, digest: bytes) -> bytes | None:
-        """Return the receipt given for a submission."""
-        row = self._db.execute("SELECT receipt FROM inbox WHERE digest = ?", (digest,)).fetchone()
-        return None if row is None else bytes(row[0])
+    def received(self, digest: bytes) -> ReceiptRecord | None:
+        """Return what the receipt for a submission says; None if it was not received."""
+        row = self._db.execute(
+            "SELECT lease_id, node, received FROM inbox WHERE digest = ?", (digest,)
+        ).fetchone()
+        return None if row is None else ReceiptRecord(row[0], bytes(row[1]), row[2])
 
     def lease_done(self, lease_id: int) -> bool:
         """Return whether a submission was received for this lease."""
@@ -336,8 +377,8 @@ class Ledger:
     def arrived_after(self, arrival: int) -> list[QueuedSubmission]:
         """List the submissions that arrived after number `arrival`, in order; damaged ones are left out."""
         rows = self._db.execute(
-            "SELECT arrival, digest, lease_id, node, sealed FROM inbox"
-            " WHERE arrival > ? AND sealed IS NOT NULL ORDER BY arrival",
+            "SELECT arrival, digest, lease_id, node, sealed FROM inbox JOIN bodies USING (arrival)"
+            " WHERE arrival > ? ORDER BY arrival",
             (arrival,),
         )
         return [
@@ -349,16 +390,28 @@ class Ledger:
     def waiting_by_node(self, arrival: int) -> dict[bytes, int]:
         """Count the submissions of each node that arrived after number `arrival` and are still here."""
         rows = self._db.execute(
-            "SELECT node, COUNT(*) FROM inbox WHERE arrival > ? AND sealed IS NOT NULL GROUP BY node",
+            "SELECT node, COUNT(*) FROM inbox JOIN bodies USING (arrival) WHERE arrival > ? GROUP BY node",
             (arrival,),
         )
         return {bytes(node): int(count) for node, count in rows}
 
-    def forget_bodies(self, up_to: int) -> None:
-        """Drop the bytes of submissions that a durable checkpoint contains; their digests stay."""
-        self._write(
-            "UPDATE inbox SET sealed = NULL WHERE arrival <= ? AND sealed IS NOT NULL", (up_to,)
-        )
+    def forget_covered(self, up_to: int) -> None:
+        """Drop what nobody needs of submissions that all durable checkpoints contain: their bytes, and verdicts
+        that found no fault, but the newest.
+
+        The digests and leases stay, so that each submission counts once.
+        """
+        with self._transaction():
+            self._write("DELETE FROM bodies WHERE arrival <= ?", (up_to,))
+            self._write(
+                "DELETE FROM verdicts WHERE clean AND arrival <= ?"
+                " AND id <= (SELECT MAX(id) FROM verdicts) - ?",
+                (up_to, CLEAN_KEPT),
+            )
+        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
+        if free > SPARE_PAGES:
+            with self._writing:  # a script, as execute() would free one page only
+                self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
 
     def add_verdict(
         self,
@@ -368,17 +421,21 @@ class Ledger:
         reputations: Mapping[bytes, bytes] | None = None,
         honest: Sequence[HonestRollout] = (),
         bounds: Mapping[bytes, bytes] | None = None,
+        *,
+        clean: bool = False,
     ) -> bool:
         """Keep a verdict on work of `node`, to be picked up and explained; False if it is here already.
 
         For the trainer: it is the only verdict on submission number `arrival`. With it are written the
         `reputations` (snapshots) of all nodes that it concerns, the measurements `honest` of a reference
-        worker, and `bounds`, sealed ClassBounds by encoded class. All of that is kept, or nothing.
+        worker, and `bounds`, sealed ClassBounds by encoded class. All of that is kept, or nothing. A `clean`
+        one found no fault: forget_covered() may drop it.
         """
         with self._transaction():
             cursor = self._write(
-                "INSERT OR IGNORE INTO verdicts (node, sealed, name, arrival) VALUES (?, ?, ?, ?)",
-                (node, sealed, digest_of(sealed), arrival),
+                "INSERT OR IGNORE INTO verdicts (node, sealed, name, arrival, clean)"
+                " VALUES (?, ?, ?, ?, ?)",
+                (node, sealed, digest_of(sealed), arrival, clean),
             )
             if not cursor.rowcount:
                 return False
@@ -498,9 +555,9 @@ class Ledger:
 
     def queue_upload(self, digest: bytes, lease_id: int, deadline: float, sealed: bytes) -> None:
         """Keep a submission until its receipt comes."""
-        self._write_large(
-            "INSERT OR IGNORE INTO spool VALUES (?, ?, ?, ?)", (digest, lease_id, deadline, sealed)
-        )
+        row = (digest, lease_id, deadline, sealed)
+        with self._large_transaction() as db:
+            self._write("INSERT OR IGNORE INTO spool VALUES (?, ?, ?, ?)", row, db)
 
     def queued_uploads(self) -> list[tuple[bytes, int, float]]:
         """Return (digest, lease id, deadline) of submissions to upload, the most urgent first."""
@@ -516,8 +573,9 @@ class Ledger:
         """Delete a submission: its receipt came, or it was refused for good."""
         self._write("DELETE FROM spool WHERE digest = ?", (digest,))
 
-    def _write_large(self, statement: str, values: tuple[object, ...]) -> sqlite3.Cursor:
-        """Write a row of many megabytes, a transaction of its own; reading waits for none of it."""
+    @contextmanager
+    def _large_transaction(self) -> Generator[sqlite3.Connection]:
+        """Commit rows of many megabytes, all or none; reading waits for none of it."""
         with self._writing:
             if self._large is None:
                 try:
@@ -525,7 +583,8 @@ class Ledger:
                     _set_durability(self._large, self._fsync)
                 except sqlite3.OperationalError as error:
                     raise _cannot_open(self.path, error) from error
-            return self._write(statement, values, self._large)
+            with self._transaction(self._large):
+                yield self._large
 
     def _write(
         self, statement: str, values: tuple[object, ...], db: sqlite3.Connection | None = None
@@ -539,16 +598,17 @@ class Ledger:
             ) from error
 
     @contextmanager
-    def _transaction(self) -> Generator[None]:
+    def _transaction(self, db: sqlite3.Connection | None = None) -> Generator[None]:
         """Commit the writes of the block, all by this thread, as a whole or not at all."""
+        db = db or self._db
         with self._writing:
-            self._write("BEGIN IMMEDIATE", ())
+            self._write("BEGIN IMMEDIATE", (), db)
             try:
                 yield
-                self._write("COMMIT", ())
+                self._write("COMMIT", (), db)
             except BaseException:
-                if self._db.in_transaction:  # SQLite itself ends it when the disk is full
-                    self._db.execute("ROLLBACK")
+                if db.in_transaction:  # SQLite itself ends it when the disk is full
+                    db.execute("ROLLBACK")
                 raise
 
     def _check_format(self, path: Path) -> None:
@@ -557,6 +617,10 @@ class Ledger:
             self.set("format", FORMAT.to_bytes(2, "big"))
         else:
             check_format(path, known)
+            if int.from_bytes(known, "big") == UPGRADED:
+                with self._transaction():
+                    for statement in UPGRADE:
+                        self._write(statement, ())
         if self.get(ID) is None:
             self.set(ID, secrets.token_bytes(16))
 
@@ -571,8 +635,8 @@ def _set_durability(db: sqlite3.Connection, fsync: bool) -> None:
 
 
 def check_format(path: Path, known: bytes) -> None:
-    """Raise StorageError if a ledger is of another format than ours."""
-    if int.from_bytes(known, "big") != FORMAT:
+    """Raise StorageError if a ledger is of another format than ours, or than that which is upgraded."""
+    if int.from_bytes(known, "big") not in (UPGRADED, FORMAT):
         raise StorageError(
             f"{path} was written by another version of primerl-node (format {int.from_bytes(known, 'big')}, "
             f"this one reads {FORMAT}): go on with the release that wrote it, or use another directory"

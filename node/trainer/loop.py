@@ -382,7 +382,7 @@ class TrainerRole:
         self._metrics.saving_s += time.monotonic() - began
         # No kept checkpoint needs the submissions that the oldest of them contains.
         if len(self._covered) == self._covered.maxlen:
-            self._ledger.forget_bodies(self._covered[0])
+            self._ledger.forget_covered(self._covered[0])
 
     async def begin_checkpoint(self, step: int, parts: dict[str, bytes]) -> None:
         """Begin a checkpoint; return as soon as weights and buffer may change.

@@ -314,6 +314,7 @@ class VerificationQueue:
             reputations,
             measured.honest,
             measured.bounds,
+            clean=verified.clean,
         )
         return sealed
 
@@ -420,10 +421,12 @@ class SubmissionReceiver:
 
         The caller has checked that `peer` is admitted.
         """
-        known = self._ledger.receipt(offer.digest)
+        known = self._ledger.received(offer.digest)
         if known is not None:
-            raise_unless_own(known, self._services.run_id, self._services.trainer, peer)
-            await self._uploads.repeat(stream, known)
+            if known.node != peer:
+                raise RemoteProtocolError(Reason.REPLAYED, "another node submitted this")
+            receipt = self._receipt(peer, offer.digest, known.lease_id, known.received)
+            await self._uploads.repeat(stream, receipt)
             return False
         if self._ledger.lease_done(offer.lease_id):
             raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {offer.lease_id} was answered")
@@ -458,24 +461,18 @@ class SubmissionReceiver:
     async def _keep(self, peer: bytes, lease: Lease, name: bytes, data: bytes, now: float) -> bytes:
         """Make a submission durable, which takes the disk's time, queue it, and return its receipt."""
         async with self._turn:
-            if (known := self._ledger.receipt(name)) is not None:
-                return known  # its sender came again while it was written
+            if (known := self._ledger.received(name)) is not None:
+                # its sender came again while it was written
+                return self._receipt(peer, name, known.lease_id, known.received)
             if self._ledger.lease_done(lease.lease_id):
                 raise RemoteProtocolError(Reason.LEASE_DONE, f"lease {lease.lease_id} was answered")
-            receipt = self._services.seal(
-                Purpose.RECEIPT,
-                Receipt(name, lease.lease_id, int(now)),
-                recipient=peer,
-                sequence=lease.lease_id,
-                expires=int(now) + RECEIPT_TTL_S,
-            )
             if self._queue.full:
                 raise RemoteProtocolError(
                     Reason.BUSY, "the submission queue is full: try again later"
                 )
             try:
                 arrival = await self._ledger.beside(
-                    self._ledger.receive, name, lease.lease_id, peer, data, receipt
+                    self._ledger.receive, name, lease.lease_id, peer, data, int(now)
                 )
             except StorageError as error:
                 logger.error("a submission could not be kept: %s", error)
@@ -486,7 +483,17 @@ class SubmissionReceiver:
                 self._book.settle(lease.lease_id, peer, now)
             self._queue.put(QueuedSubmission(arrival, name, lease.lease_id, peer, data))
         await self._scheduler.work_changed()
-        return receipt
+        return self._receipt(peer, name, lease.lease_id, int(now))
+
+    def _receipt(self, peer: bytes, name: bytes, lease_id: int, received: int) -> bytes:
+        """Sign the receipt for a submission that is in the ledger: the same bytes each time."""
+        return self._services.seal(
+            Purpose.RECEIPT,
+            Receipt(name, lease_id, received),
+            recipient=peer,
+            sequence=lease_id,
+            expires=received + RECEIPT_TTL_S,
+        )
 
     def _check_bundle(self, peer: bytes, offer: SubmitOffer, data: bytes, now: float) -> Lease:
         run, trainer = self._services.run_id, self._services.trainer
@@ -497,11 +504,3 @@ class SubmissionReceiver:
         if lease.lease_id != offer.lease_id:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
         return lease
-
-
-def raise_unless_own(receipt: bytes, run: bytes, trainer: bytes, peer: bytes) -> None:
-    """Refuse to repeat a receipt to any node but its recipient. Raises RemoteProtocolError."""
-    try:
-        unseal(receipt, Purpose.RECEIPT, Receipt, now=0, run=run, signer=trainer, recipient=peer)
-    except RemoteProtocolError as error:
-        raise RemoteProtocolError(Reason.REPLAYED, "another node submitted this") from error

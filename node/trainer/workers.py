@@ -4,7 +4,6 @@ Invariant: an admitted node can always fetch its verdicts, even when it is given
 """
 
 import asyncio
-import ctypes
 import itertools
 import logging
 import math
@@ -12,7 +11,6 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,6 +33,7 @@ from ..p2p.limits import TokenBuckets
 from ..p2p.peers import Tier
 from ..p2p.services import NodeServices
 from ..p2p.transport import Connection
+from ..process.heap import trim_heap
 from ..storage.ledger import AdmittedNode
 from ..verification.self_calibration import SelfCalibration
 from .audits import AuditQueue
@@ -751,15 +750,6 @@ def _near_and_far(records: Sequence[bytes], peer: bytes, most: int) -> tuple[byt
     near, far = records[:NEAREST], records[NEAREST:]
     few = min(len(far), most - NEAREST)
     return (*near, *random.Random(peer).sample(far, few))
-
-
-def trim_heap() -> None:
-    """Return freed memory to the system: mostly the transport's, of keys that left.
-
-    The C library keeps it otherwise; one without malloc_trim (macOS, musl) always does. It takes milliseconds.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_clock(theirs: int, ours: int) -> None:

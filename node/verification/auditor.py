@@ -263,6 +263,12 @@ class SameState:
             {} if in_history else {name: weakref.ref(tensor) for name, tensor in state.items()}
         )
 
+    @property
+    def gone(self) -> bool:
+        """Whether no tensor of the state is alive."""
+        alive = self._tensors.values() if self._version is None else [self._version]
+        return all(reference() is None for reference in alive)
+
     def matches(self, state: State) -> bool:
         """Return whether `state` is that version, or holds exactly these objects, all still alive."""
         if self._version is not None or isinstance(state, HeldState):

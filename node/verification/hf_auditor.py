@@ -9,8 +9,8 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +53,8 @@ from .local_audits import AuditFailed, Portions, prefill_costs
 logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.audit_process")
+REST_S = 300.0
+"""Time without an audit after which the process ends, and frees its memory, until the next one."""
 START_TIMEOUT_S = 120.0
 """Time for loading torch and for the first use of a device."""
 
@@ -156,6 +158,7 @@ class HfAuditor:
         self._most_states = 0
         self._running: tuple[AuditChild, HeldStates] | None = None
         self._busy = asyncio.Lock()
+        self._resting: asyncio.Task[None] | None = None
         self._portions = Portions(timeout_s)
         self._closed = False
         self.loading_s = 0.0
@@ -194,7 +197,7 @@ class HfAuditor:
     ) -> list[Measured | Unreadable]:
         """See Auditor. One audit runs at a time, the others wait."""
         check_versions(items, states)
-        async with self._busy:
+        async with self._turn():
             return await self._portions.measure(
                 items, prefill_costs(items), lambda part: self._attempt(part, states)
             )
@@ -207,7 +210,7 @@ class HfAuditor:
         Raises EngineError, also if the process fails at it twice; `timeout_s` is for all items.
         """
         check_versions(items, states)
-        async with self._busy:
+        async with self._turn():
             for _ in range(2):
                 with suppress(AuditFailed):
                     reply = await self._ask(items, states, ReadItems)
@@ -224,11 +227,27 @@ class HfAuditor:
     async def close(self) -> None:
         """See Auditor. A running audit ends with an EngineError."""
         self._closed = True
-        await end_tasks(self._warming)
+        await end_tasks(self._warming, self._resting)
         if self._running is not None:
             await self._running[0].kill()
         async with self._busy:
             await self._drop()
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncGenerator[None]:
+        """Wait for the process's other work; let it rest when there was none for some time after this."""
+        async with self._busy:
+            if self._resting is not None:
+                self._resting.cancel()
+            try:
+                yield
+            finally:
+                if not self._closed:
+                    self._resting = asyncio.create_task(self._rest_later(), name="auditor rests")
+
+    async def _rest_later(self) -> None:
+        await asyncio.sleep(REST_S)
+        await self.rest()
 
     # -- one portion -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from ...protocol.pipelines import Encoding
 from ..errors import EngineError
 from ..inference.boundary_states import project
 from ..inference.fingerprint import COLUMNS, signs
-from ..inference.model import LanguageModel
+from ..inference.model import LanguageModel, pick_device
 from ..inference.sampler import Limits, weigh
 from ..models import huggingface
 from ..models.device import Mark, download, upload
@@ -332,6 +332,8 @@ class PrefillAudit:
     def _build(self, state: State) -> Kept:
         whole = self._merged(state)
         size = state_bytes(whole)
+        if (spare := self._refilled(whole)) is not None:
+            return Kept(spare, SameState(state), size)
         # evicts before the new one is built: memory is short beside a trainer
         while (
             self._kept
@@ -347,6 +349,18 @@ class PrefillAudit:
             quantization=terms.quantization,
         )
         return Kept(network, SameState(state), size)
+
+    def _refilled(self, state: State) -> LanguageModel | None:
+        """Write `state` into a kept network whose own state is gone; None if there is none.
+
+        To build a small network takes longer than to audit with it.
+        """
+        device = pick_device(self._terms.device)
+        for version, kept in self._kept.items():
+            if kept.state.gone and kept.network.device.type == device.type:
+                del self._kept[version]
+                return kept.network if kept.network.update(state, dict.fromkeys(state)) else None
+        return None
 
     def _merged(self, state: State) -> State:
         """Return the weights to compute with: `state`, or the base with these adapters."""

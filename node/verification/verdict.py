@@ -162,6 +162,16 @@ class Verified:
     environment: str = ""
     """Name of the environment; empty if the bundle as a whole was refused."""
 
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was rejected, and no audit found anything suspect."""
+        audited = self.audited
+        return not (
+            self.rejections
+            or any(judgement.suspect for judgement in audited.judgements)
+            or any(stage.outcome != "clean" for stage in audited.blames)
+        )
+
     def reasons(self) -> Counter[Reason]:
         """Count rejected rollouts by reason."""
         return Counter(rejection.reason for rejection in self.rejections)

@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 ASK_TIMEOUT_S = 20.0
 PAUSE_S = 0.2
 PAUSE_MAX_S = 3.0
-LOOK_S = 0.02
+LOOK_S = 0.25
+"""Most time in which a worker that wants no lease looks again whether it does."""
 HEARTBEAT_S = 5.0
 """Interval of requests that need no lease: they are a sign of life, and bring verdicts."""
 VERSION_WAIT_S = 30.0
@@ -144,6 +145,8 @@ class InferenceRole:
         self._progress = EngineProgress()
         self._per_lease = 0
         """Rollouts of the largest lease so far: requesting twice is better than hoarding."""
+        self._room = asyncio.Event()
+        """Set when the end of a rollout or a lease made room for another lease."""
         self._given_up = False
         """Whether the trainer still has to learn of abandoned leases."""
         self._asked = float("-inf")
@@ -227,7 +230,10 @@ class InferenceRole:
                     self._give_up(why)
             wanted = 0 if fault else self._wanted()
             if not wanted and not self._has_news():
-                await asyncio.sleep(LOOK_S)
+                self._room.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._room.wait()
                 continue
             try:
                 reply = await self._ask_leases(wanted)
@@ -330,10 +336,13 @@ class InferenceRole:
     def _done(self, lease_id: int) -> None:
         self._working.pop(lease_id, None)
         del self._active[lease_id]
+        self._room.set()
 
     def _rollout_ended(self, lease_id: int) -> None:
         self._active[lease_id] -= 1
         self._progress.moved(time.monotonic())
+        if not self._room.is_set() and self._wanted():
+            self._room.set()
 
     async def _upload(self, sealed: bytes, lease_id: int) -> bytes:
         trainer = self._run.trainer

@@ -8,10 +8,13 @@ steps without judging the learning.
 
 import argparse
 import json
+import resource
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +35,22 @@ def main() -> int:
     parser.add_argument("--engine", default="hf")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        summary, wall = run(Path(directory), options)
-    rows = table(summary, wall)
+        summary, wall, growth = run(Path(directory), options)
+    rows = table(summary, wall) | {"ledger grows, kB a step": growth}
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    rows["CPU of all processes, s"] = spent.ru_utime + spent.ru_stime
     show_figures(rows)
     print()
-    return conclude(rows, judge(summary, wall, learned=not options.quick), options.json)
+    goals = judge(summary, wall, learned=not options.quick)
+    if not options.quick:
+        goals.append(at_most("ledger's growth a step", growth, 3.0, "kB"))
+        goals.append(at_most("160 steps", rows["phase training, s"], 40.0, "s"))
+    return conclude(rows, goals, options.json)
 
 
-def run(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], float]:
-    """Return the demo's summary, and the seconds from process start to process end."""
+def run(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], float, float]:
+    """Return the demo's summary, the seconds from process start to process end, and the bytes by which the
+    trainer's ledger grew a step in the last quarter of the steps, in kB."""
     steps = ["--max-steps", "40"] if options.quick else []
     command = [
         *(sys.executable, "-m", "primerl.cli.main", "rl", "@", "configs/demo.toml"),
@@ -48,9 +58,30 @@ def run(directory: Path, options: argparse.Namespace) -> tuple[dict[str, Any], f
         *("--engine.type", options.engine, *steps),
     ]
     started = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    sizes: dict[int, int] = {}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            time.sleep(0.5)
+            with suppress(OSError, sqlite3.Error):
+                steps_done = len((directory / "demo" / "metrics.jsonl").read_text().splitlines())
+                sizes[steps_done] = ledger_bytes(directory / "demo" / "trainer" / "ledger.db")
     wall = time.monotonic() - started
-    return json.loads((directory / "demo" / "summary.json").read_text()), wall
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    summary = json.loads((directory / "demo" / "summary.json").read_text())
+    last = max(sizes)
+    first = min(step for step in sizes if step >= last * 3 // 4)
+    return summary, wall, (sizes[last] - sizes[first]) / 1e3 / max(1, last - first)
+
+
+def ledger_bytes(path: Path) -> int:
+    """Return the bytes of a ledger that hold something, also while its node runs."""
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as ledger:
+        pages, free, page_bytes = (
+            ledger.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+    return (pages - free) * page_bytes
 
 
 def table(summary: dict[str, Any], wall: float) -> dict[str, float]:

@@ -248,7 +248,7 @@ async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     trainer = Receiving(ledger, LATER_BOOT)
     try:
-        assert ledger.receipt(await trainer.submit(1)) is not None
+        assert ledger.received(await trainer.submit(1)) is not None
         with pytest.raises(RemoteProtocolError, match="is over") as late:
             await trainer.submit(2, over_s=60.0)
         assert late.value.reason == Reason.LEASE_EXPIRED
@@ -292,7 +292,7 @@ async def test_the_loop_goes_on_while_a_submission_is_written_and_what_is_durabl
         assert isinstance(names.pop(), asyncio.CancelledError)
         assert [one.arrival for one in trainer.taken] == [1, 2, 3]
         assert {one.digest for one in trainer.taken} >= set(names[:2])
-        assert all(ledger.receipt(one.digest) for one in trainer.taken)
+        assert all(ledger.received(one.digest) for one in trainer.taken)
     finally:
         ledger.goes_on.set()
         ledger.close()

@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,28 @@ def test_a_launched_node_prints_only_what_it_is_told_to_say(
         assert view.pace_s == float("inf")  # nothing is asked
         view.say("ticket")
     assert capsys.readouterr().out == "ticket\n"
+
+
+def test_a_screen_is_drawn_when_something_is_new_or_its_time_is_old() -> None:
+    screen = Console(file=io.StringIO(), width=100, height=20, force_terminal=True)
+    now = [0.0]
+    states = nodes()
+    assert isinstance(screen.file, io.StringIO)
+    with LiveView("t", screen, clock=lambda: now[0]) as view:
+        sizes = [screen.file.tell()]
+        for now[0], states["worker_1"].note in (
+            (1, ""),
+            (2, ""),
+            (3, "left"),
+            (4, "left"),
+            (8, "left"),
+        ):
+            assert states["trainer"].status is not None
+            states["trainer"].status = msgspec.structs.replace(STATUS, uptime_s=now[0])
+            view.show(states)
+            sizes.append(screen.file.tell())
+    drawn = [after > before for before, after in itertools.pairwise(sizes)]
+    assert drawn == [True, False, True, False, True]
 
 
 def test_what_is_said_above_the_screen_stays_whole() -> None:

@@ -1,6 +1,7 @@
 """A taskset of the library in a process of its own: an ordinary endless one, as anybody writes it."""
 
 import asyncio
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -10,10 +11,12 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support import fake_environment_process as fake
 from support.chat_model import IM_END, make_chat_model
+from support.waiting import until
 
 from primerl.node.app.startup import demonstrations
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.config.sandbox import WorkerSandboxConfig
+from primerl.node.environments import hosted
 from primerl.node.environments.environment import Environment
 from primerl.node.environments.hosted import PROGRAM, HostedEnvironment
 from primerl.node.environments.sandbox import choose
@@ -119,3 +122,43 @@ async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
             assert await says(environment, "no", 1) == 0.0
     finally:
         await environment.close()
+
+
+async def test_a_process_that_nobody_needs_ends_until_the_next_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hosted, "REST_S", 0.01)
+    monkeypatch.setattr(hosted, "REST_STARTS", 0.0)
+    environment = HostedEnvironment(
+        EnvironmentConfig(id="moody", args={"moods": "good"}),
+        model_dir=None,
+        seed=0,
+        max_tokens=16,
+        temperature=1.0,
+        program=(sys.executable, fake.__file__),
+    )
+    try:
+        await environment.start()
+        first = psutil.Process().children()
+        await until(lambda: not any(process.is_running() for process in first))
+        assert (await environment.task(7)).index == 7
+        assert environment.restarts == 0
+        assert not environment.status
+        assert not caplog.records
+    finally:
+        await environment.close()
+
+
+IMPORTS = """
+import subprocess
+import sys
+from primerl.node.environments.verifiers import _import_player
+_import_player()
+assert not any(name.partition(".")[0] == "anthropic" for name in sys.modules)
+import anthropic.types
+assert anthropic.types.Message.model_fields
+"""
+
+
+def test_verifiers_loads_no_client_that_no_node_uses_and_a_taskset_may_import_it() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)

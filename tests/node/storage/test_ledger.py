@@ -15,7 +15,7 @@ import pytest
 from primerl.crypto.hashing import digest, short
 from primerl.node.errors import BusyError, StorageError
 from primerl.node.storage import ledger as module
-from primerl.node.storage.ledger import Ledger, LedgerView
+from primerl.node.storage.ledger import Ledger, LedgerView, ReceiptRecord
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -52,7 +52,7 @@ def test_a_ledger_is_read_while_a_large_row_is_written(tmp_path: Path) -> None:
     ledger.set("key", b"value")
     try:
         with ThreadPoolExecutor(2) as threads:
-            writing = threads.submit(ledger.receive, A, 1, A, bytes(1 << 20), b"receipt")
+            writing = threads.submit(ledger.receive, A, 1, A, bytes(1 << 20), 7)
             assert ledger.begun.wait(10.0), "on a connection of its own"
             reading = threads.submit(ledger.get, "key")
             try:
@@ -60,7 +60,7 @@ def test_a_ledger_is_read_while_a_large_row_is_written(tmp_path: Path) -> None:
                 assert not writing.done()
             finally:
                 ledger.goes_on.set()
-        assert ledger.receipt(A) == b"receipt"
+        assert ledger.received(A) == ReceiptRecord(1, A, 7)
         assert ledger.last_arrival() == writing.result() == 1
     finally:
         ledger.close()
@@ -198,7 +198,7 @@ def test_a_row_with_a_changed_bit_is_reported_once_and_the_others_are_read(
     ledger = Ledger(path)
     bodies = [bytes([number]) * 40 for number in range(1, 4)]
     for number, body in enumerate(bodies, 1):
-        ledger.receive(digest(body), number, A, body, b"receipt")
+        ledger.receive(digest(body), number, A, body, 7)
         ledger.add_verdict(A, b"on %d" % number, number)
     ledger.close()
     flip(path, b"on 2", which=0)
@@ -229,3 +229,78 @@ def test_another_key_in_a_ledgers_directory_is_reported_at_each_start(
         ledger.claim(B)
     assert [short(A) in record.message for record in caplog.records] == [True, True]
     assert "put that node's key.pem back" in caplog.text
+
+
+FORMAT_3 = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE inbox (
+    arrival INTEGER PRIMARY KEY AUTOINCREMENT, digest BLOB UNIQUE NOT NULL,
+    lease_id INTEGER UNIQUE NOT NULL, node BLOB NOT NULL, sealed BLOB, receipt BLOB NOT NULL);
+CREATE TABLE verdicts (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, node BLOB NOT NULL, sealed BLOB NOT NULL, name BLOB,
+    arrival INTEGER);
+INSERT INTO meta VALUES ('format', x'0003'), ('id', x'07');
+"""
+
+
+def test_a_ledger_of_an_earlier_format_keeps_submissions_and_verdicts_and_takes_less_space(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ledger.db"
+    old = sqlite3.connect(path)
+    old.executescript(FORMAT_3)
+    bodies = [bytes([number]) * 3600 for number in range(200)]
+    for number, body in enumerate(bodies, 1):
+        old.execute(
+            "INSERT INTO inbox VALUES (?, ?, ?, ?, ?, ?)",
+            (number, digest(body), number, A, body, bytes(272)),
+        )
+    old.execute("UPDATE inbox SET sealed = NULL WHERE arrival < 199")
+    old.execute("INSERT INTO verdicts VALUES (1, ?, ?, ?, 199)", (A, b"one", digest(b"one")))
+    old.commit()
+    old.close()
+    before = path.stat().st_size
+    for _ in range(2):
+        ledger = Ledger(path)
+        assert [one.sealed for one in ledger.arrived_after(0)] == bodies[198:]
+        assert ledger.verdict_on(199) == b"one"
+        assert ledger.ledger_id() == "07"
+        known = ledger.received(digest(bodies[0]))
+        assert known is not None
+        assert (known.lease_id, known.node) == (1, A)
+        ledger.close()
+    assert path.stat().st_size < before / 4
+    ledger = Ledger(path)
+    assert ledger.receive(A, 201, A, b"next", 7) == 201
+    ledger.close()
+
+
+def test_a_verdict_that_found_no_fault_makes_room_once_every_checkpoint_contains_its_submission(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLEAN_KEPT", 2)
+    for number in range(1, 7):
+        ledger.receive(digest(bytes([number])), number, A, bytes([number]), 7)
+        ledger.add_verdict(A, bytes([number]), number, clean=number != 2)
+    ledger.forget_covered(3)
+    assert [ledger.verdict_on(number) for number in range(1, 5)] == [None, b"\2", None, b"\4"]
+    assert [one.arrival for one in ledger.arrived_after(0)] == [4, 5, 6]
+    ledger.forget_covered(6)
+    assert [sealed for _, sealed in ledger.verdicts_after(A, 0, count=9, size=100)] == [
+        b"\2",
+        b"\5",
+        b"\6",
+    ]
+    assert ledger.judged_up_to() == ledger.last_arrival() == 6
+    assert ledger.lease_done(1)
+    assert ledger.received(digest(b"\1")) == ReceiptRecord(1, A, 7)
+
+
+def test_forgotten_submissions_leave_a_file_without_their_space(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
+    for number in range(1, 17):
+        ledger.receive(bytes([number]), number, A, bytes(1 << 20), 7)
+    for _ in range(16):
+        ledger.forget_covered(16)
+    ledger.close()
+    assert (tmp_path / "ledger.db").stat().st_size < 6 << 20

@@ -260,7 +260,7 @@ async def test_a_flood_does_not_fill_a_batch_while_another_worker_has_leases(
 
 async def test_what_is_in_verification_is_waited_for_too(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
-        swarm.ledger.receive(digest(b"bundle"), 1, B, b"sealed", b"receipt")
+        swarm.ledger.receive(digest(b"bundle"), 1, B, b"sealed", 7)
         swarm.deliver(A, 30)
         await swarm.judged()
         assert swarm.recorder.batches == []
@@ -271,7 +271,7 @@ async def test_what_is_in_verification_is_waited_for_too(tmp_path: Path) -> None
 
 async def test_what_is_used_and_waits_to_be_judged_is_not_waited_for(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
-        arrival = swarm.ledger.receive(digest(b"bundle"), 1, B, b"sealed", b"receipt")
+        arrival = swarm.ledger.receive(digest(b"bundle"), 1, B, b"sealed", 7)
         swarm.progress.used = {arrival: B}
         swarm.deliver(A, 30)
         await swarm.judged()
@@ -474,9 +474,7 @@ async def test_a_resumed_run_goes_on_in_its_demonstrations_and_takes_no_others(
 async def test_a_resumed_run_knows_whose_unjudged_work_its_buffer_contains(tmp_path: Path) -> None:
     made = World(tmp_path, 0.5, 600.0, 8)
     bodies = [bytes([number]) for number in range(3)]
-    arrivals = [
-        made.ledger.receive(digest(body), at, B, body, body) for at, body in enumerate(bodies)
-    ]
+    arrivals = [made.ledger.receive(digest(body), at, B, body, 7) for at, body in enumerate(bodies)]
     made.progress.verified_up_to, made.progress.used = arrivals[0], {arrivals[2]: B}
     role = TrainerRole(*made.role_parts)
     await role.checkpoint(1)
@@ -499,7 +497,7 @@ async def test_a_lost_group_of_used_work_waits_to_be_leased_again_in_a_resumed_r
 ) -> None:
     """Its submission was used, and not judged, when the checkpoint was made: nothing queues it again."""
     made = World(tmp_path, 0.5, 600.0, 8)
-    arrival = made.ledger.receive(digest(b"used"), 0, B, b"used", b"receipt")
+    arrival = made.ledger.receive(digest(b"used"), 0, B, b"used", 7)
     made.progress.verified_up_to, made.progress.used = 0, {arrival: B}
     queue = made.book.tasks[0]
     queue.next_task = 2

@@ -11,10 +11,11 @@ from support.lease_cases import policy
 from support.protocol_cases import MIXED, refuses
 
 from primerl.node.p2p.peers import PeerTable
+from primerl.node.process.heap import trim_heap
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.lease_book import LeaseBook, MixtureShare, NodeRecord
-from primerl.node.trainer.workers import AWAY_S, SWEEP_S, WorkerRegistry, trim_heap
+from primerl.node.trainer.workers import AWAY_S, SWEEP_S, WorkerRegistry
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import Ticket
 

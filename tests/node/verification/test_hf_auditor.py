@@ -16,6 +16,7 @@ from support.engine_cases import FP32
 from support.waiting import alive, until
 
 from primerl.node.errors import EngineError
+from primerl.node.verification import hf_auditor
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.verification.hf_auditor import HfAuditor
 from primerl.node.verification.local_audits import (
@@ -116,6 +117,15 @@ async def test_a_process_that_died_between_audits_is_replaced(auditor: HfAuditor
     found = await auditor.audit([item(fake.FINE, 2)], STATES)
     assert marks(found) == [2.0]
     assert auditor.pid != pid
+
+
+async def test_a_process_without_audits_ends_until_the_next_one(
+    auditor: HfAuditor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_auditor, "REST_S", 0.01)
+    await auditor.audit([item(fake.FINE)], STATES)
+    await until(lambda: auditor.pid is None)
+    assert marks(await auditor.audit([item(fake.FINE, 2)], STATES)) == [2.0]
 
 
 async def test_where_nothing_can_be_measured_the_auditor_says_so(auditor: HfAuditor) -> None:

@@ -1,5 +1,6 @@
 """Measuring by a prefill: limits change nothing, broken weights are never fine, liars among stages show."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf, nan
@@ -28,6 +29,7 @@ from support.engine_cases import SHAPE, make_llama, make_qwen3
 from primerl.node.errors import EngineError
 from primerl.node.inference.boundary_states import crossing
 from primerl.node.inference.fingerprint import FURTHEST, Compared, Projection
+from primerl.node.inference.model import LanguageModel
 from primerl.node.models import huggingface
 from primerl.node.verification.auditor import (
     AuditItem,
@@ -125,6 +127,22 @@ def test_a_state_under_a_known_version_is_looked_at(case: Case) -> None:
     [fine] = measured(prefill.measure([case.item], case.states))
     [found] = measured(prefill.measure([case.item], {OWN: case.states[NEAR]}))
     assert found.fingerprint > 0.02 > fine.fingerprint
+
+
+def test_the_network_of_a_state_that_is_gone_is_written_anew_and_measures_the_same(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [whole] = measured(prefill_of(case).measure([case.item], case.states))
+    prefill = prefill_of(case)
+    copied = {
+        name: Tensor(tensor.dtype, tensor.shape, tensor.data)
+        for name, tensor in case.states[NEAR].items()
+    }
+    prefill.measure([replace(case.item, versions=[NEAR] * len(case.item.versions))], {NEAR: copied})
+    del copied
+    gc.collect()
+    monkeypatch.setattr(LanguageModel, "build", None)
+    assert measured(prefill.measure([case.item], case.states)) == [whole]
 
 
 def test_a_missing_model_or_gpu_is_an_error_at_once(case: Case, tmp_path: Path) -> None:
