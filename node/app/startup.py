@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..config.run import ResumeConfig, RunConfig, WarmupConfig
 from ..environments.environment import Environment
-from ..errors import UsageError
+from ..errors import EngineError, UsageError
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..ops.metrics import PhaseClock
 from ..reports import summary
@@ -21,6 +21,7 @@ from ..trainer.state import current_epoch, fork
 from ..training.backend import TrainBackend
 from ..training.checkpoint import Checkpoints
 from ..training.warmup import SupervisedBackend, WarmupProgress, warm_up
+from ..weights.checkpoint import write_checkpoint
 from ..weights.state import State
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ MADE_AT_ONCE = 128
 PROMPTS_READ = 8
 """Tasks of each environment whose prompts are measured before a run begins."""
 EVALUATION_BEFORE = "evaluation_before"
+POLICY = "policy.safetensors"
+"""File beside the checkpoints by which a learner takes over a published version."""
 
 
 class Startup:
@@ -77,6 +80,9 @@ class Startup:
             step, parts = checkpoint
             await self._backend.load(own.backend_directory(step))
             await asyncio.to_thread(own.set_aside, step)
+            if restarted or resume is None or resume.step is None:
+                step, parts = await self._catch_up(role, step, parts)
+            await asyncio.to_thread(role.resume_points.drop, step)
             await role.restore(step, parts)
             await role.publisher.resume(step, await self._backend.snapshot())
             role.submissions.resume(current_epoch(ledger, role.publisher.order, boot), step)
@@ -94,6 +100,35 @@ class Startup:
         await role.publisher.resume(step, await self._backend.snapshot())
         await role.checkpoint(step)  # workers draw meanwhile
         return step, before
+
+    async def _catch_up(
+        self, role: TrainerRole, step: int, parts: dict[str, bytes]
+    ) -> tuple[int, dict[str, bytes]]:
+        """Go on from the checkpoint of `step`, which is loaded, to the newest version that was announced.
+
+        Returns step and parts of that version's resume point; those given, where there is none.
+        """
+        for point in await asyncio.to_thread(role.resume_points.newest_first, step):
+            state = await role.publisher.announced(point.step)
+            if state is None:
+                continue
+            file = role.checkpoints.directory / POLICY
+            try:
+                await asyncio.to_thread(write_checkpoint, file, state)
+                await self._backend.adopt(file, point.step)
+            except EngineError as error:
+                logger.warning("versions after %d are void: %s", step, error)
+                await self._backend.load(role.checkpoints.backend_directory(step))
+                break
+            finally:
+                file.unlink(missing_ok=True)
+            logger.info(
+                "the weights are those of version %d, the optimizer's moments those of step %d",
+                point.step,
+                step,
+            )
+            return point.step, point.parts
+        return step, parts
 
     async def _fork(self, resume: ResumeConfig, directory: Path, role: TrainerRole) -> int:
         """Begin from a checkpoint of another run in `directory`; returns its step."""

@@ -51,7 +51,7 @@ from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher
 from ..trainer.kept_rollouts import RolloutKeeper
 from ..trainer.lease_book import LeaseBook, TaskQueue
-from ..trainer.loop import TrainerRole, open_checkpoints
+from ..trainer.loop import TrainerRole, newest_step, open_checkpoints
 from ..trainer.publisher import Publisher
 from ..trainer.requests import ControlHandler
 from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply, lease_policy
@@ -282,7 +282,7 @@ class TrainerNode(IssuingNode):
         self._factories = factories or sandboxed(config, judged=True)
         self._clock = PhaseClock()
         self._services: NodeServices | None = None
-        self._role: TrainerRole | None = None
+        self.trainer_role: TrainerRole | None = None
         self._evaluation: OnlineEvaluation | None = None
         self._environments: Sequence[Environment] = ()
         self._mixed: MixedReader | None = None
@@ -489,7 +489,7 @@ class TrainerNode(IssuingNode):
                     run, self._backend.start(model_dir) if again else starting, again
                 ),
                 Restarts(),
-                newest=open_checkpoints(self._config).latest,
+                newest=lambda: newest_step(self._config),
                 replace=self._replace_backend,
             )
 
@@ -575,7 +575,7 @@ class TrainerNode(IssuingNode):
             curricula,
         )
         handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
-        role = self._role = TrainerRole(
+        role = self.trainer_role = TrainerRole(
             config,
             scheduler,
             submissions,
@@ -675,7 +675,7 @@ class TrainerNode(IssuingNode):
         status = self.base_status()
         status.run_name, status.max_steps = self._config.name, self._config.max_steps
         status.seconds = {name: round(value, 2) for name, value in self._clock.seconds.items()}
-        role = self._role
+        role = self.trainer_role
         if self._services is None:
             return status
         show_network(status, self._services)
@@ -704,11 +704,11 @@ class TrainerNode(IssuingNode):
 
     def _registry(self) -> WorkerRegistry:
         """Return the workers of the run. Raises BusyError before it has begun."""
-        if self._role is None:
+        if self.trainer_role is None:
             raise BusyError("the run has not begun: ask again in a moment")
-        return self._role.scheduler.registry
+        return self.trainer_role.scheduler.registry
 
     async def _peers(self) -> list[PeerRow]:
-        if self._services is None or self._role is None:
+        if self._services is None or self.trainer_role is None:
             return []
-        return worker_rows(self._services, self._role.scheduler)
+        return worker_rows(self._services, self.trainer_role.scheduler)

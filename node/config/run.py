@@ -45,8 +45,9 @@ from .training import (
 class CheckpointConfig(BaseConfig):
     """Exact checkpoints of the trainer."""
 
-    interval: Positive = 1
-    """Steps between checkpoints; 1 lets --resume go on at exactly the published version."""
+    interval: Positive = 20
+    """Steps between checkpoints. After a crash --resume goes on at the newest version, with the optimizer's
+    moments of the newest checkpoint; with 1 these are of that version, too, which waits for its checkpoint."""
     keep_last: Positive = 2
     """Number of newest checkpoints that are kept: if the last is damaged, the one before is used."""
     keep_interval: Annotated[int, Field(ge=0)] = 0

@@ -407,7 +407,7 @@ class TrainingConfig(BaseConfig):
     min_lr_ratio: Fraction = 0.1
     """`linear` and `cosine` decay to lr x this at max_steps."""
     seq_len: Positive = 2048
-    """Longest packed sequence, tokens; also how many a rank's micro-batch holds."""
+    """Longest sample, tokens. A row of training holds as many, and on a GPU more where its memory allows it."""
     advantage: Advantage = "grpo"
     """`grpo`: reward minus group mean; `grpo_std`: divided by the group's standard deviation too;
     `max_rl`: by its mean; `grpo_length`: grpo on rewards that length_penalty was taken from; `rloo`: reward

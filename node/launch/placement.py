@@ -18,7 +18,9 @@ from ..memory_plan.memory import (
     Device,
     gib,
     plan_engine,
+    plan_learner,
     plan_trainer,
+    row_tokens,
     smaller_learner,
     with_fitting_auditor,
     worker_share,
@@ -176,6 +178,11 @@ def planned_shares(
     gpu = min(memory.total for memory in there)
     fitting = with_fitting_auditor(config, shape, gpu)
     left = worker_share(fitting, shape, gpu)
+    learner = plan_trainer(fitting, shape, gpu=True)[0].total
+    longer = {"seq_len": row_tokens(fitting.training, shape, gpu)}
+    rows = plan_learner(fitting.training.model_copy(update=longer), shape, gpu=True).total - learner
+    rows = min(rows / gpu, left / 3)
+    left -= rows
     workers = min(MOST, (1 - KEPT_FREE) * left)
     if workers < LEAST:
         smaller = smaller_learner(config.training, shape, gpu=True)
@@ -185,10 +192,10 @@ def planned_shares(
             "engine.vllm.gpu_memory_utilization"
         )
     # torch counts its own memory only
-    learner = (plan_trainer(fitting, shape, gpu=True)[0].total - CONTEXT) / gpu
+    own = (learner - CONTEXT) / gpu + rows
     return MemoryShares(
         workers=round(workers, 2),
-        trainer=round(learner + (left - workers) / 2, 2),
+        trainer=round(own + (left - workers) / 2, 2),
         embedded=fitting.auditor != config.auditor,
         gpu=gpu,
     )

@@ -531,6 +531,30 @@ def plan_learner(
     )
 
 
+LONG_ROW = 65536
+"""Most tokens of a row that is longer than training.seq_len."""
+ROW_SHARE = 0.3
+"""Share of a GPU's memory that a longer row may take where gpu_memory_utilization is 1."""
+
+
+def row_tokens(config: TrainingConfig, shape: ModelShape, gpu: int, *, ranks: int = 1) -> int:
+    """Choose how many tokens a row of training holds on a GPU of so many bytes: seq_len or more.
+
+    Launching a row's kernels takes as long for few tokens as for many.
+    """
+    share = config.gpu_memory_utilization
+    row = LONG_ROW
+    while row > config.seq_len:
+        plan = plan_learner(
+            config.model_copy(update={"seq_len": row}), shape, gpu=True, ranks=ranks
+        )
+        room = share * gpu if share < 1 else plan.resident.total + ROW_SHARE * gpu
+        if plan.total - CONTEXT <= min(room, gpu - CONTEXT):
+            return row
+        row //= 2
+    return config.seq_len
+
+
 def _is_half(config: TrainingConfig, gpu: bool) -> bool:
     """Return whether a learner computes in bfloat16."""
     return config.dtype == "bfloat16" or (config.dtype == "auto" and gpu)

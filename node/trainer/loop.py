@@ -1,7 +1,7 @@
 """The trainer's loop: cut a batch, train, checkpoint, publish; one version per step.
 
-Invariants: with `checkpoint.interval = 1` no version is announced before a checkpoint can reproduce it
-(otherwise a resume begins a new epoch). No batch holds a rollout beyond the staleness bound: the buffer removes
+Invariants: no version is announced before a resume can go on from it, by its checkpoint or by its resume point.
+No batch holds a rollout beyond the staleness bound: the buffer removes
 it first. A version is published while the next batch is trained if the staleness bound leaves room for it, but
 never two at a time.
 
@@ -9,7 +9,7 @@ Parts, in the order of a step (TrainerRole._step):
 - LeaseScheduler leases tasks to workers, which upload rollouts;
 - SubmissionQueue verifies these and fills the RolloutBuffer, of which BatchCutter cuts a batch;
 - credit() makes training samples of the batch, Demonstrations add theirs, TrainBackend trains on them;
-- SkippedSteps ends the run whose weights are ruined, Checkpoints make the step durable;
+- SkippedSteps ends the run whose weights are ruined, Checkpoints and ResumePoints make the step durable;
 - Publisher signs and spreads the new version, OnlineEvaluation measures it;
 - RunMetrics writes what the step did; next_batch() tells the operator what the next one waits for.
 """
@@ -18,20 +18,23 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
+from typing import TypeVar
 
 import msgspec
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason
 from ..config.run import RunConfig
-from ..errors import RunFailed
+from ..errors import NodeError, RunFailed
 from ..evaluation.online import OnlineEvaluation
 from ..ops.metrics import MetricsLog
 from ..storage.run_files import CHECKPOINTS, weights_dir
+from ..tasks import end_tasks
 from ..training.advantages import CreditedBatch, credit
 from ..training.backend import Snapshot, TrainBackend, TrainBatch
 from ..training.buffer import BufferSnapshot, RolloutGroup
 from ..training.checkpoint import Checkpoints
+from ..training.resume_points import ResumePoints
 from ..training.skipped_steps import SkippedSteps
 from .demonstrations import Demonstrations
 from .kept_rollouts import ZERO_ADVANTAGE, TrainedStep
@@ -43,9 +46,12 @@ from .state import TrainerState, positions, snapshots
 from .submissions import SubmissionQueue
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EXPIRY_INTERVAL_S = 0.5
 NO_SIGNAL = "use easier or harder tasks, a larger rollouts.group_size, or a longer warm-up"
+STOP_S = 10.0
+"""Time that a stopped trainer gives a step to end, so that its checkpoint can be written."""
 MIN_STEPS_TO_OVERLAP = 4
 """Smallest max_off_policy_steps at which a version is published while the next is trained: leases made during
 that time are one version older (LeadTime.depth)."""
@@ -84,6 +90,7 @@ class TrainerRole:
         self._backend = backend
         self.publisher = publisher
         self.checkpoints = open_checkpoints(config)
+        self.resume_points = open_resume_points(config)
         self._skips = SkippedSteps(self.checkpoints)
         self._evaluation = evaluation
         self._demonstrations = demonstrations or Demonstrations()
@@ -98,6 +105,9 @@ class TrainerRole:
         self._line: dict[str, float | None] = {}
         """Metrics of the newest step, without those of saving and publishing it."""
         self._compiling = False
+        self.stop_s = STOP_S
+        self._learning: asyncio.Task[asyncio.Future[Snapshot]] | None = None
+        """The newest batch that was trained, or is."""
         self._publishing: asyncio.Task[None] | None = None
         """Publication of the newest version, while it is in progress."""
 
@@ -122,9 +132,13 @@ class TrainerRole:
                 await self._published()
                 await self.settle()
                 self._skips.at_end()
+            except asyncio.CancelledError:
+                await self._save_at_stop()
+                raise
             finally:
                 if self.progress.step < self._config.max_steps:
                     self._kept.end(self.progress.step)
+                await self.resume_points.close()
                 await self.checkpoints.close()
                 await self.publisher.close()
             for helper in helpers:
@@ -147,7 +161,8 @@ class TrainerRole:
         self.progress.training = True
         await self.scheduler.work_changed()  # one batch less is waiting
         try:
-            snapshot = await self._learn(groups, batch, waited)
+            self._learning = asyncio.create_task(self._learn(groups, batch, waited))
+            snapshot = await _or_end(self._learning, self.stop_s)
             trained = self._kept.trained(self.progress.step, groups, batch.samples, before)
             self._publishing = tasks.create_task(self._publish(trained, snapshot, self._line))
             if self._config.rollouts.max_off_policy_steps < MIN_STEPS_TO_OVERLAP:
@@ -198,10 +213,7 @@ class TrainerRole:
         self._metrics.note(step, groups, staleness, figures.values)
         self._count_swept(self._buffer.advance(step))
         self._line = self._metrics.line(batch, groups, staleness.max, waited, figures.values)
-        interval = self._config.checkpoint.interval
-        if step % interval == 0 or step == self._config.max_steps:
-            with self._clock.phase("checkpoint"):
-                await self.begin_checkpoint(step)
+        await self._save(step)
         await self._keep_weights(step)
         return snapshot
 
@@ -231,8 +243,10 @@ class TrainerRole:
         """Publish a version, gossip it, begin its evaluation, write its metrics and rollouts."""
         policy, step = await snapshot, trained.step
         began = time.monotonic()
-        # written while the version is encoded; with a longer interval, while later steps are trained
-        durable = self.settle if self._config.checkpoint.interval == 1 else None
+        # written while the version is encoded; with a longer interval checkpoints take more time than that
+        durable = (
+            self.settle if self._config.checkpoint.interval == 1 else self._settle_resume_point
+        )
         await self.publisher.publish(step, policy, before_announcing=durable)
         await self._gossip()
         self._evaluation.begin(step, self.publisher.states[step])
@@ -325,8 +339,40 @@ class TrainerRole:
 
     async def checkpoint(self, step: int) -> None:
         """Write a checkpoint for `train --resume` after `step`."""
-        await self.begin_checkpoint(step)
+        await self.begin_checkpoint(step, self._parts())
         await self.settle()
+
+    async def _save(self, step: int) -> None:
+        """Begin the checkpoint of `step`, if it is due; with longer intervals its resume point in any case."""
+        interval = self._config.checkpoint.interval
+        with self._clock.phase("checkpoint"):
+            parts = self._parts()
+            if interval > 1:
+                await self._settle_resume_point()
+                self.resume_points.begin(step, parts)
+            if step % interval == 0 or step == self._config.max_steps:
+                await self.begin_checkpoint(step, parts)
+
+    async def _settle_resume_point(self) -> None:
+        """Wait until the resume point that was begun is durable. Raises StorageError."""
+        began = time.monotonic()
+        await self.resume_points.finish()
+        self._metrics.saving_s += time.monotonic() - began
+
+    async def _save_at_stop(self) -> None:
+        """Write a checkpoint of the newest step, unless there is one: what is stopped resumes exactly."""
+        step, learning = self.progress.step, self._learning
+        if any(
+            task is not None and task.done() and (task.cancelled() or task.exception())
+            for task in (learning, self._publishing)
+        ):
+            return  # the learner is gone, or may be at another step
+        try:
+            await self.settle()
+            if (await asyncio.to_thread(self.checkpoints.latest) or 0) < step:
+                await self.checkpoint(step)
+        except NodeError as error:
+            logger.warning("no checkpoint of step %d was written: %s", step, error)
 
     async def settle(self) -> None:
         """Wait until the checkpoint that was begun is durable. Raises StorageError."""
@@ -337,12 +383,19 @@ class TrainerRole:
         if len(self._covered) == self._covered.maxlen:
             self._ledger.forget_bodies(self._covered[0])
 
-    async def begin_checkpoint(self, step: int) -> None:
+    async def begin_checkpoint(self, step: int, parts: dict[str, bytes]) -> None:
         """Begin a checkpoint; return as soon as weights and buffer may change.
 
         settle() waits for the rest.
         """
         await self.settle()
+        began = time.monotonic()
+        await self.checkpoints.begin(step, parts, self._backend)
+        self._metrics.saving_s += time.monotonic() - began
+        self._covered.append(self.progress.verified_up_to)
+
+    def _parts(self) -> dict[str, bytes]:
+        """Return what a resume needs beside learner and ledger."""
         book = self.scheduler.book
         progress = self.progress
         state = TrainerState(
@@ -373,14 +426,10 @@ class TrainerRole:
             sft=self._demonstrations.cursor,
             sft_identity=self._demonstrations.identity,
         )
-        parts = {
+        return {
             "cursor": msgspec.json.encode(state),
             "buffer": msgspec.msgpack.encode(self._buffer.snapshot()),
         }
-        began = time.monotonic()
-        await self.checkpoints.begin(step, parts, self._backend)
-        self._metrics.saving_s += time.monotonic() - began
-        self._covered.append(state.verified_up_to)
 
     async def restore(self, step: int, parts: dict[str, bytes]) -> None:
         """Restore buffer, tasks and counts from the checkpoint of `step`."""
@@ -429,6 +478,27 @@ class TrainerRole:
         if self._compiling and len(self._buffer) >= self._config.rollouts.groups_per_batch:
             return "the training step is being compiled"
         return next_batch(self._config, self.scheduler, self.submissions, time.time())
+
+
+async def _or_end(task: asyncio.Task[T], seconds: float) -> T:
+    """Await `task`; if cancelled, give it some seconds to end by itself."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=seconds)
+        await end_tasks(task)
+        raise
+
+
+def open_resume_points(config: RunConfig) -> ResumePoints:
+    """Open the resume points of a run."""
+    return ResumePoints(config.run_dir / CHECKPOINTS, fsync=config.fsync)
+
+
+def newest_step(config: RunConfig) -> int | None:
+    """Return the newest step of which a run has a checkpoint or a resume point."""
+    saved = (open_checkpoints(config).latest(), open_resume_points(config).latest())
+    return max((step for step in saved if step is not None), default=None)
 
 
 def open_checkpoints(config: RunConfig) -> Checkpoints:

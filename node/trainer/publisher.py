@@ -125,10 +125,7 @@ class Publisher:
         policy = await self._prove(version, snapshot.state)
         newest = self._book.latest()
         self._epoch = newest.head.term if newest else 0
-        for head in self._book.held():
-            manifest = self._book.manifest(head)
-            if manifest is not None:
-                self._chain.add(manifest)
+        self._read_chain()
         await self._rebuild(version)
         if newest is None or newest.head.version < version:
             previous = self._chain.get(version - 1)
@@ -141,6 +138,27 @@ class Publisher:
         else:
             self._begin_epoch(version)
             await self.publish(version, snapshot)
+
+    async def announced(self, version: int) -> State | None:
+        """Return the state of a version if it is the newest announced one, and the store still has it."""
+        newest = self._book.latest()
+        if newest is None or newest.head.version != version:
+            return None
+        self._read_chain()
+        replica = WeightReplica(threads=_threads())
+        try:
+            await asyncio.to_thread(self._advance, replica, version)
+        except (WeightsError, StorageError) as error:
+            logger.warning("version %d cannot be rebuilt: %s", version, error)
+            return None
+        policy = replica.policy
+        return policy.state if policy.digest == newest.head.state else None
+
+    def _read_chain(self) -> None:
+        for head in self._book.held():
+            manifest = self._book.manifest(head)
+            if manifest is not None:
+                self._chain.add(manifest)
 
     async def publish(
         self,

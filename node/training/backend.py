@@ -152,6 +152,13 @@ class TrainBackend(Protocol):
         """Continue exactly from the files that save() wrote."""
         ...
 
+    async def adopt(self, file: Path, step: int) -> None:
+        """Go on after `step` with the published policy in `file` (safetensors), moments and RNG unchanged.
+
+        Weights that are the same in bf16 keep their exact values. Raises EngineError for another model's file.
+        """
+        ...
+
     async def export(self, directory: Path) -> None:
         """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
         ...

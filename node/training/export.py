@@ -7,7 +7,7 @@ elements travel. Imports torch: import this file lazily.
 import bisect
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -284,16 +284,24 @@ class PieceFinder:
     """
 
     def __init__(
-        self, ranks: World, *, chunk: int = CHUNK, bucket: int = BUCKET, keep: bool = True
+        self,
+        ranks: World,
+        *,
+        chunk: int = CHUNK,
+        bucket: int = BUCKET,
+        keep: bool = True,
+        bundles: bool = False,
     ) -> None:
         """Set the sizes: `chunk` elements are compared at once, those of `bucket` travel at once.
 
-        Both must be equal on all ranks. Without `keep` every search finds everything, and no bits are held.
+        Both must be equal on all ranks. A single rank with `bundles` compares small tensors together. Without
+        `keep` every search finds everything, and no bits are held.
         """
         self._ranks = ranks
         self._chunk = chunk
         self._bucket = bucket
         self._keep = keep
+        self._bundles = bundles and ranks.size == 1
         self._bits: dict[str, torch.Tensor] = {}
         self._layouts: dict[str, Layout] = {}
         self._sound = False
@@ -327,7 +335,8 @@ class PieceFinder:
         self, sources: Iterable[Source], sound: bool
     ) -> Iterator[tuple[Source, bool, Sequence[HostPiece]]]:
         if self._ranks.size == 1:
-            for source in sources:
+            joined = bundled(sources, self._chunk) if self._bundles else sources
+            for source in joined:
                 whole = self._begin(source)
                 yield source, whole, host_pieces(source, self._compare(source, whole), self._chunk)
             return
@@ -362,7 +371,10 @@ class PieceFinder:
         for part in parts(flat.numel(), self._chunk):
             bits = flat[part].to(torch_dtype(source.dtype)).view(storage)
             last = self._bits[source.name][part] if self._keep else None
-            difference = Difference(None, bits) if whole or last is None else compare(last, bits)
+            if whole or last is None:
+                difference = Difference(None, bits)
+            else:
+                difference = compare(last, bits, sparse=self._bundles)
             if difference is not None and last is not None:
                 last.copy_(bits)
             yield difference
@@ -380,12 +392,13 @@ class PolicyExporter:
         *,
         chunk: int = CHUNK,
         bucket: int = BUCKET,
+        bundles: bool = False,
         threads: int = 0,
         ahead: bool = False,
     ) -> None:
-        """Set `chunk` and `bucket` as in PieceFinder, `threads` and `ahead` as in HostState."""
+        """Set `chunk`, `bucket` and `bundles` as in PieceFinder, `threads` and `ahead` as in HostState."""
         self._world = world
-        self._finder = PieceFinder(world, chunk=chunk, bucket=bucket)
+        self._finder = PieceFinder(world, chunk=chunk, bucket=bucket, bundles=bundles)
         self._whole_finder = PieceFinder(world, chunk=chunk, bucket=bucket, keep=False)
         self._host = HostState(threads=threads, ahead=ahead)
         self._files = SnapshotFiles()
@@ -439,12 +452,15 @@ class PolicyExporter:
             raise
 
 
-def compare(old: torch.Tensor, new: torch.Tensor) -> Difference | None:
-    """Return the elements of `new` that differ from `old`; None if all are equal."""
+def compare(old: torch.Tensor, new: torch.Tensor, *, sparse: bool = False) -> Difference | None:
+    """Return the elements of `new` that differ from `old`; None if all are equal.
+
+    All of `new` if many differ, unless `sparse`.
+    """
     index = torch.nonzero(new != old).view(-1)  # waits for the device; the size is known now
     if not index.numel():
         return None
-    if index.numel() * MOST_SPARSE > new.numel():
+    if not sparse and index.numel() * MOST_SPARSE > new.numel():
         return Difference(None, new)
     return Difference(index.to(torch.int32), new[index])
 
@@ -452,6 +468,38 @@ def compare(old: torch.Tensor, new: torch.Tensor) -> Difference | None:
 def parts(count: int, chunk: int = CHUNK) -> Iterator[slice]:
     """Split `count` elements into chunks."""
     return (slice(at, min(at + chunk, count)) for at in range(0, count, chunk))
+
+
+def bundled(sources: Iterable[Source], size: int) -> list[Source]:
+    """Join neighbouring sources of one dtype of a single rank into sources of at most `size` elements.
+
+    Each comparison waits for the device once, however few elements it has.
+    """
+    bundles: list[list[Source]] = []
+    elements = 0
+    for source in sources:
+        elements += numel(source.shape)
+        if not bundles or bundles[-1][0].dtype != source.dtype or elements > size:
+            bundles.append([])
+            elements = numel(source.shape)
+        bundles[-1].append(source)
+    return [_bundle(bundle) for bundle in bundles]
+
+
+def _bundle(sources: Sequence[Source]) -> Source:
+    if len(sources) == 1:
+        return sources[0]
+    members, runs, start = tuple(sources), list[TensorPiece](), 0
+    for source in members:
+        runs += [replace(run, start=start + run.start) for run in source.runs]
+        start += numel(source.shape)
+
+    def take() -> torch.Tensor:
+        return torch.cat([source.take() for source in members])
+
+    shape = (start,)
+    name = f"{members[0].name} to {members[-1].name}"
+    return Source(name, members[0].dtype, shape, tuple(runs), slice(0, start), take, take, None)
 
 
 def _buckets(sources: Sequence[Source], size: int) -> Iterator[list[Source]]:

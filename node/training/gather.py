@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ..errors import EngineError
 from ..models import huggingface
 from ..models.tensors import dtype_name, torch_dtype
 from ..weights.state import numel
@@ -54,6 +55,9 @@ class Source:
     """Return the elements of `share`, flat, of any floating type; may be collective."""
     gather: Callable[[], torch.Tensor]
     """Return the whole tensor in the checkpoint's type. Collective; shards are cast before they travel."""
+    held: Callable[[], tuple[slice, torch.Tensor]] | None
+    """Return the flat elements that this rank holds, exported by it or not, and a view of them. None if the
+    model has them in another order than checkpoints."""
 
 
 Item = tuple[str, torch.Tensor] | Source
@@ -100,12 +104,46 @@ def whole_tensors(sources: Iterable[Source], rank: int) -> Iterator[tuple[str, t
             yield run.name, flat[run.start : run.stop].view(run.shape)
 
 
+def adopt(sources: Iterable[Source], policy: Callable[[str], torch.Tensor]) -> None:
+    """Set the elements of the model that differ from `policy` in its type; others keep their exact values.
+
+    `policy` gives a checkpoint tensor by its name, flat, on any device. Not collective: each rank sets what it
+    holds. Raises EngineError for a tensor that the model has in another order, and the errors of `policy`.
+    """
+    everything = list(sources)
+    for source in everything:
+        if source.held is None:
+            raise EngineError(f"{source.name} is kept in another order than in a checkpoint")
+    for source in everything:
+        assert source.held is not None
+        place, own = source.held()
+        for run in source.runs:
+            first, last = max(run.start, place.start), min(run.stop, place.stop)
+            if first >= last:
+                continue
+            part = own[first - place.start : last - place.start]
+            new = policy(run.name)[first - run.start : last - run.start].to(part.device)
+            same = _bits(part.to(new.dtype)) == _bits(new)
+            part.copy_(torch.where(same, part, new.to(part.dtype)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(widths[tensor.itemsize])
+
+
 def _source(
     name: str, tensor: torch.Tensor, runs: tuple[TensorPiece, ...] | None, rank: int
 ) -> Source:
     dtype = "BF16" if tensor.is_floating_point() else dtype_name(tensor.dtype)
     shape = tuple(tensor.shape)
-    share = _share(tensor, rank)
+    part, share = _part(tensor), _share(tensor, rank)
+
+    def held() -> tuple[slice, torch.Tensor]:
+        assert part is not None
+        now = tensor.detach()
+        local = now.to_local() if isinstance(now, DTensor) else now
+        return part, local.view(-1)[: part.stop - part.start]
 
     def gather() -> torch.Tensor:
         return _whole(tensor.detach())
@@ -118,17 +156,32 @@ def _source(
         return local.reshape(-1)[: share.stop - share.start]
 
     own = _all_or_nothing(numel(shape), rank) if share is None else share
-    return Source(name, dtype, shape, runs or (TensorPiece(name, shape),), own, take, gather)
+    pieces = runs or (TensorPiece(name, shape),)
+    return Source(name, dtype, shape, pieces, own, take, gather, None if part is None else held)
 
 
 def _share(tensor: torch.Tensor, rank: int) -> slice | None:
     """Return the flat elements of `tensor` that this rank exports; None if not contiguous.
 
-    fully_shard() cuts a parameter into rows: a run of flat elements for each rank of the mesh. Among replicas,
-    the first of each mesh dimension exports.
+    Among replicas, the first of each mesh dimension exports.
     """
     if not isinstance(tensor, DTensor):
         return _all_or_nothing(tensor.numel(), rank)
+    part, coordinates = _part(tensor), tensor.device_mesh.get_coordinate()
+    if part is None or coordinates is None:
+        return part
+    placed = zip(tensor.placements, coordinates, strict=True)
+    copied = any(at and isinstance(placement, Replicate) for placement, at in placed)
+    return slice(0, 0) if copied else part
+
+
+def _part(tensor: torch.Tensor) -> slice | None:
+    """Return the flat elements of `tensor` that this rank holds; None if not contiguous.
+
+    fully_shard() cuts a parameter into rows: a run of flat elements for each rank of the mesh.
+    """
+    if not isinstance(tensor, DTensor):
+        return slice(0, tensor.numel())
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
         return slice(0, 0)
@@ -136,8 +189,6 @@ def _share(tensor: torch.Tensor, rank: int) -> slice | None:
     cuts = [placed_dim for placed_dim in placed if not isinstance(placed_dim[0], Replicate)]
     if len(cuts) > 1 or any(type(dim) is not Shard or dim.dim for dim, _, _ in cuts):
         return None
-    if any(at and isinstance(placement, Replicate) for placement, at, _ in placed):
-        return slice(0, 0)
     return _rows(tuple(tensor.shape), *cuts[0][1:]) if cuts else slice(0, tensor.numel())
 
 
@@ -277,7 +328,7 @@ class _Group:
 
         label = "BF16" if dtype.is_floating_point else dtype_name(dtype)
         share = _all_or_nothing(numel(shape), self._rank)
-        return Source(name, label, shape, (TensorPiece(name, shape),), share, take, gather)
+        return Source(name, label, shape, (TensorPiece(name, shape),), share, take, gather, None)
 
     def _give(self, name: str) -> torch.Tensor:
         """Return the tensor and drop it; empty on ranks other than the first."""

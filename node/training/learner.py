@@ -8,6 +8,7 @@ not finite are neither saved nor exported; a sample that does not fit the model 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -17,11 +18,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ..config.training import LossConfig, TrainingConfig
 from ..errors import EngineError, StorageError
+from ..memory_plan.memory import fsdp_ranks, row_tokens
+from ..memory_plan.shape import read_shape
 from ..models import huggingface, model_files
+from ..models.architectures import text_config
 from ..models.device import upload_array
+from ..models.json_files import read_json
 from ..models.support import support_fault
 from ..models.tensors import bf16_state
 from ..weights.state import State
@@ -37,7 +43,7 @@ from .backend import (
     TrainBatch,
 )
 from .export import PolicyExporter
-from .gather import Source, named_sources, policy_sources, whole_tensors
+from .gather import Source, adopt, named_sources, policy_sources, whole_tensors
 from .learner_state import (
     ALONE,
     CutLearner,
@@ -117,7 +123,9 @@ class Learner:
         self.vocabulary = model_files.vocab_size(model_dir)
         """Token ids are below this."""
         on_gpu = world.device.type != "cpu"
-        self._exporter = PolicyExporter(world, threads=config.threads, ahead=on_gpu)
+        self._exporter = PolicyExporter(world, bundles=on_gpu, threads=config.threads, ahead=on_gpu)
+        self._row = _row_tokens(model_dir, config, world)
+        """Most tokens of a row."""
         self._parameters = model.masters()
         self._optimizer = Optimizer(self._parameters, config)
         self._warmup_optimizer: Optimizer | None = None
@@ -204,9 +212,10 @@ class Learner:
         """
         if not is_compiled(self._config, self._world):
             return
-        whole = self._config.seq_len
-        part = max(2, whole // MADE_UP)
-        for count, length in ((MADE_UP, part), (MADE_UP - 1, part), (1, whole)):
+        longest = self._config.seq_len
+        part = min(longest, max(2, self._row // MADE_UP))
+        parts = self._row // part
+        for count, length in ((parts, part), (parts - 1, part), (1, longest)):
             tokens = [place % self.vocabulary for place in range(length)]
             mask = [False] + [True] * (length - 1)
             samples = [
@@ -338,6 +347,24 @@ class Learner:
                 "(--resume.step)"
             )
 
+    def adopt(self, file: Path, step: int) -> None:
+        """Go on after `step` with the published policy in `file`, a safetensors file; moments stay.
+
+        Weights whose rounding is the policy's keep their exact values. Raises EngineError.
+        """
+        try:
+            with safe_open(file, "pt") as tensors, torch.no_grad():
+
+                def flat(name: str) -> torch.Tensor:
+                    return tensors.get_tensor(name).reshape(-1)
+
+                adopt(self._sources, flat)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"the policy in {file} is not taken over: {error}") from error
+        self._model.adopt()
+        self._model.settle()
+        self.step_done = step
+
     def close(self, *, keep_world: bool = False) -> None:
         """End the exporter's threads, and the ranks' connection unless `keep_world` is set."""
         self._exporter.close()
@@ -359,7 +386,8 @@ class Learner:
 
     def _pack(self, samples: Sequence[Sample]) -> Packed:
         ranks = self._world.data_size
-        return pack(samples, self._config.seq_len, ranks=ranks, multiple=self._multiple)
+        seq_len, row = self._config.seq_len, self._row
+        return pack(samples, seq_len, row=row, ranks=ranks, multiple=self._multiple)
 
     def _fits(self, sample: Sample) -> bool:
         """Return whether the lists agree, ids are in the vocabulary and every number is usable."""
@@ -521,6 +549,18 @@ def _attach(
     # sharded parameters are cast for forward anyway, so a frozen base may be stored in that dtype
     dtype = compute_dtype(config, world) if world.mesh is not None else None
     return partial(lora.attach, config=config.lora, seed=seed, dtype=dtype)
+
+
+def _row_tokens(model_dir: Path, config: TrainingConfig, world: World) -> int:
+    """Choose how many tokens a row holds, the same on all ranks. Collective."""
+    tokens = config.seq_len
+    if world.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(world.device).total_memory
+        with suppress(EngineError):  # of a model whose memory cannot be planned
+            shape = read_shape(text_config(read_json(model_dir / "config.json")))
+            tokens = row_tokens(config, shape, gpu, ranks=fsdp_ranks(config))
+    (least,) = world.largest([-float(tokens)])
+    return -int(least)
 
 
 def _cost(model: TrainedModel) -> Cost:

@@ -60,6 +60,12 @@ class Masters:
         with torch.no_grad():
             torch._foreach_copy_(self._rounded, self._exact)  # pyright: ignore
 
+    def adopt(self) -> None:
+        """Set the masters whose rounding is no longer the model's to the model's values."""
+        with torch.no_grad():
+            for rounded, exact in zip(self._rounded, self._exact, strict=True):
+                exact.copy_(torch.where(exact.to(rounded.dtype) == rounded, exact, rounded.float()))
+
     def _watch(self, name: str, parameter: nn.Parameter, master: nn.Parameter) -> None:
         self.named[name] = master
         self._rounded.append(parameter)
@@ -402,6 +408,11 @@ class TrainedModel(nn.Module):
         """Copy changed masters into the computing weights."""
         if self._masters is not None:
             self._masters.settle()
+
+    def adopt(self) -> None:
+        """Take over computing weights that were set, where they differ from the rounded masters."""
+        if self._masters is not None:
+            self._masters.adopt()
 
     def _shard(
         self, config: TrainingConfig, world: World, owned: set[nn.Parameter]

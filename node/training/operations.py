@@ -90,7 +90,21 @@ class WriteSnapshotCall(msgspec.Struct, frozen=True, tag="snapshot"):
         return {}
 
 
-LearnerCall = MethodCall | StepCall | EvaluateCall | SupervisedStepCall | WriteSnapshotCall
+class AdoptCall(msgspec.Struct, frozen=True, tag="adopt"):
+    """Request to go on with a published policy, after `step`."""
+
+    path: str
+    step: int
+
+    def perform(self, learner: "Learner") -> dict[str, float]:
+        """Take over the weights."""
+        learner.adopt(Path(self.path), self.step)
+        return {}
+
+
+LearnerCall = (
+    AdoptCall | MethodCall | StepCall | EvaluateCall | SupervisedStepCall | WriteSnapshotCall
+)
 
 
 def changes_nothing(call: object) -> bool:
@@ -129,6 +143,10 @@ class LearnerBackend(ABC):
     async def load(self, directory: Path) -> None:
         """Continue exactly from the files that save() wrote. Raises StorageError."""
         await self._perform(MethodCall("load", absolute(directory)))
+
+    async def adopt(self, file: Path, step: int) -> None:
+        """See TrainBackend."""
+        await self._perform(AdoptCall(absolute(file), step))
 
     async def export(self, directory: Path) -> None:
         """Write the bf16 policy in Hugging Face format, tokenizer and config included."""

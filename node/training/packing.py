@@ -134,8 +134,10 @@ class Packed:
         return [length for row in rows for length in _lengths(row, self.multiple)]
 
 
-def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: int = 1) -> Packed:
-    """Pack samples into rows of at most `seq_len` tokens, hints included.
+def pack(
+    samples: Iterable[Sample], seq_len: int, *, row: int = 0, ranks: int = 1, multiple: int = 1
+) -> Packed:
+    """Pack samples of at most `seq_len` tokens, hints included, into rows of at most `row`; 0: as many.
 
     Rows are padded to a multiple of `multiple`. First-fit-decreasing finds the number of rows; it is rounded up
     to a multiple of `ranks`, and the sequences are spread evenly over the rows, the costliest first. Samples
@@ -150,9 +152,10 @@ def pack(samples: Iterable[Sample], seq_len: int, *, ranks: int = 1, multiple: i
         elif _trained(sample):
             fitting.append(sample)
     fitting.sort(key=lambda sample: -_size(sample))
-    rows = _first_fit(fitting, seq_len)
+    room = row or seq_len
+    rows = _first_fit(fitting, room)
     count = -(-len(rows) // ranks) * ranks
-    rows = _spread(fitting, seq_len, count) or [*rows, *([] for _ in range(count - len(rows)))]
+    rows = _spread(fitting, room, count) or [*rows, *([] for _ in range(count - len(rows)))]
     rows.sort(key=_cost, reverse=True)
     return Packed([rows[rank::ranks] for rank in range(ranks)], too_long, multiple)
 

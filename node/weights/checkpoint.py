@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import StorageError
 from ..storage.chunk_store import Disk, write_atomic
-from .state import BITS, State, Tensor, numel
+from .state import BITS, State, Tensor, numel, stored
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000
@@ -46,11 +46,12 @@ def write_checkpoint(
     `metadata` comes back from read_metadata(). Raises StorageError.
     """
     # Widest elements first, so that every tensor is aligned; the library orders them so, too.
-    names = sorted(state, key=lambda name: (-state[name].data.itemsize, name))
+    layouts = {name: stored(state, name) for name in state}
+    names = sorted(state, key=lambda name: (-layouts[name].data.itemsize, name))
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for name in names:
-        tensor = state[name]
+        tensor = layouts[name]
         end = at + tensor.data.nbytes
         header[name] = _Entry(tensor.dtype, tensor.shape, (at, end))
         at = end

@@ -5,6 +5,7 @@ A step changes a few percent of the bf16 bits, so nine versions of a model take 
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -90,6 +91,11 @@ class HeldState(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._line()[0])
+
+    @cached_property
+    def layout(self) -> "dict[str, TensorLayout]":
+        """Layouts by name, which stay when a version is no longer whole."""
+        return {name: _layout(self.stored(name)) for name in self}
 
     def stored(self, name: str) -> Tensor:
         """Return the tensor that this one is made of: of the same layout, perhaps with other elements."""
@@ -211,7 +217,7 @@ class TensorLayout(NamedTuple):
 def layout(state: State) -> dict[str, TensorLayout]:
     """Map names to layouts."""
     if isinstance(state, HeldState):
-        return {name: _layout(state.stored(name)) for name in state}
+        return state.layout
     return {name: _layout(tensor) for name, tensor in state.items()}
 
 

@@ -17,6 +17,7 @@ from primerl.node.training.backend import TrainBackend, TrainBatch
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.local_backend import LocalBackend
 from primerl.node.training.rank_group import RankGroup
+from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.codec import encode_delta
 from primerl.node.weights.state import digests
 
@@ -182,6 +183,32 @@ async def test_a_stopped_run_goes_on_as_the_unbroken_one(
     assert digests(await resumed.state()) == unbroken
     with pytest.raises(EngineError, match="upwards"):
         await resumed.step(batch(3))
+    await resumed.close()
+
+
+async def test_a_published_policy_is_taken_over_with_an_older_optimizer(
+    make: Make, model_dir: Path, tmp_path: Path
+) -> None:
+    backend = make()
+    await backend.start(model_dir)
+    await backend.step(batch(1))
+    await backend.save(tmp_path / "one")
+    for step in (2, 3):
+        await backend.step(batch(step))
+    published = digests(await backend.state())
+    write_checkpoint(tmp_path / "policy.safetensors", await backend.state())
+    await backend.close()
+
+    resumed = make()
+    await resumed.start(model_dir)
+    await resumed.load(tmp_path / "one")
+    assert digests(await resumed.state()) != published
+    await resumed.adopt(tmp_path / "policy.safetensors", 3)
+    assert digests(await resumed.state()) == published
+    with pytest.raises(EngineError, match="came after step 3"):
+        await resumed.step(batch(3))
+    await resumed.step(batch(4))
+    assert digests(await resumed.state()) != published
     await resumed.close()
 
 

@@ -11,6 +11,8 @@ from support.waiting import until
 from support.witness import Fakes, trained_ages
 
 from primerl.node.training.backend import TrainBatch
+from primerl.node.training.checkpoint import Checkpoints
+from primerl.node.training.resume_points import ResumePoints
 from primerl.protocol.manifests import PolicyHead
 
 Heads = dict[tuple[int, int], PolicyHead]
@@ -118,7 +120,7 @@ async def test_a_batch_that_is_complete_after_a_crash_is_trained_without_more_wo
             for _ in range(2):
                 await hand.work()
         await swarm.wait_step(1)
-        await swarm.crash_trainer()
+        await swarm.crash_trainer(resume_points=False)
         await swarm.start_trainer(resume=True)
         await swarm.wait_step(1)
         assert len(prompts(swarm.backend.batches)) == 2
@@ -144,6 +146,68 @@ async def test_a_bundle_from_before_a_crash_is_taken_after_it_once(
             assert (await swarm.trainer.status())["accepted"] == 8
 
 
+async def test_a_crash_between_two_checkpoints_costs_no_version(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(last_step=5)
+    checkpoint = {"interval": 4}
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=8, checkpoint=checkpoint) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await until(lambda: fakes.newest("w1") == 5)
+        await swarm.crash_trainer()
+        before = swarm.heads()
+        await swarm.start_trainer(resume=True)
+        fakes.go.set()
+        summary = await swarm.finished()
+        heads = swarm.heads()
+        taught = [[batch.step for batch in backend.batches] for backend in swarm.backends]
+    assert heads.items() >= before.items()
+    assert sorted(heads) == [(0, version) for version in range(9)]
+    assert taught == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    assert not summary["rejected"]
+
+
+async def test_a_resume_point_whose_version_was_not_announced_counts_as_not_written(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(last_step=5)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=6) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await until(lambda: fakes.newest("w1") == 5)
+        await swarm.crash_trainer()
+        points = ResumePoints(swarm.run_dir / "checkpoints")
+        (newest, _) = points.newest_first(0)
+        points.begin(6, newest.parts)
+        await points.finish()
+        (swarm.run_dir / "checkpoints" / "step_4.resume").write_bytes(b"torn")
+        points.begin(5, newest.parts)
+        await points.finish()
+        await swarm.start_trainer(resume=True)
+        fakes.go.set()
+        await swarm.finished()
+        assert sorted(swarm.heads()) == [(0, version) for version in range(7)]
+
+
+async def test_a_trainer_that_is_stopped_writes_a_checkpoint_of_its_newest_step(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(last_step=3)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=9) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await until(lambda: fakes.newest("w1") == 3)
+        stopping = asyncio.create_task(swarm.stop_trainer())
+        await asyncio.sleep(0)
+        fakes.go.set()
+        await stopping
+        newest = max(version for _, version in swarm.heads())
+        saved = Checkpoints(swarm.run_dir / "checkpoints", keep_last=2).steps()
+        assert saved[0] == 0
+        assert saved[-1] >= newest >= 3
+
+
 async def test_resuming_from_an_older_checkpoint_begins_a_term_that_workers_follow(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -155,7 +219,7 @@ async def test_resuming_from_an_older_checkpoint_begins_a_term_that_workers_foll
         swarm.add_worker("w1")
         swarm.add_worker("w2")
         await until(lambda: all(fakes.newest(name) == 5 for name in swarm.workers))
-        await swarm.crash_trainer()
+        await swarm.crash_trainer(resume_points=False)
         before = swarm.heads()
         assert max(before) == (0, 5)
         had = {name: len(fakes.loads(name)) for name in swarm.workers}
@@ -196,7 +260,7 @@ async def test_work_on_a_policy_that_the_trainer_lost_is_stale_and_no_fraud(
             lost, sealed = await hand.lease()
             assert 1 <= lost.min_version < 9
             bundle = hand.bundle(sealed, await hand.play(lost))
-        await swarm.crash_trainer()
+        await swarm.crash_trainer(resume_points=False)
         await swarm.start_trainer(resume=True)
         await swarm.wait_step(0)
         async with Rogue(swarm, "hand") as hand:

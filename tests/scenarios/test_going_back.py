@@ -23,7 +23,8 @@ from primerl.node.storage.ledger import Ledger
 from primerl.node.training.checkpoint import COMPLETE, Checkpoints, StagingBackend
 from primerl.node.weights.state import digests, state_digest
 
-KEEP = {"keep_last": 9}
+EVERY = {"interval": 1}
+KEEP = {"keep_last": 9, **EVERY}
 
 
 def at(directory: Path, **changes: Any) -> RunConfig:
@@ -90,7 +91,7 @@ async def test_a_damaged_newest_checkpoint_costs_its_step_and_no_more(
     tmp_path: Path, model_dir: Path
 ) -> None:
     fakes = Fakes(last_step=4)
-    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=5) as swarm:
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=5, checkpoint=EVERY) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
         await swarm.wait_step(4)
@@ -128,7 +129,7 @@ async def test_a_fork_is_a_new_run_that_goes_on_in_the_data_and_not_in_the_books
     (tmp_path / "a").mkdir()
     source = await trained(tmp_path / "a", model_dir, 4)
     kept = {path: path.stat().st_mtime_ns for path in source.rglob("*") if path.is_file()}
-    async with Swarm(tmp_path / "b", model_dir, max_steps=6) as swarm:
+    async with Swarm(tmp_path / "b", model_dir, max_steps=6, checkpoint=EVERY) as swarm:
         await swarm.start_trainer(resume={"dir": source, "step": 3})
         await swarm.wait_step(3)
         theirs, ours = [await cursor(run, 3) for run in (source, swarm.run_dir)]
@@ -213,7 +214,7 @@ async def test_a_checkpoint_of_another_kind_of_run_says_what_to_do(
     source = tmp_path / "sft"
     checkpoints = Checkpoints(source / "checkpoints", keep_last=1)
     await checkpoints.write(5, {"cursor": b'{"epoch":1}'}, backend)
-    async with Swarm(tmp_path / "b", model_dir) as swarm:
+    async with Swarm(tmp_path / "b", model_dir, checkpoint=EVERY) as swarm:
         await swarm.start_trainer(resume={"dir": source})
         error = await failure(swarm)
     assert isinstance(error, StorageError)
@@ -254,7 +255,7 @@ class StagedSwarm(Swarm):
 async def test_a_version_is_published_only_after_its_checkpoint_is_written(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    swarm = StagedSwarm(tmp_path, model_dir, max_steps=3)
+    swarm = StagedSwarm(tmp_path, model_dir, max_steps=3, checkpoint=EVERY)
     swarm.gates = {2: asyncio.Event()}
     async with swarm:
         await swarm.start_trainer()
@@ -296,7 +297,7 @@ async def test_with_a_longer_interval_training_goes_on_while_a_checkpoint_is_wri
 async def test_a_crash_while_a_checkpoint_is_written_falls_back_to_the_one_before(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    swarm = StagedSwarm(tmp_path, model_dir, max_steps=4)
+    swarm = StagedSwarm(tmp_path, model_dir, max_steps=4, checkpoint=EVERY)
     swarm.gates = {3: asyncio.Event()}
     async with swarm:
         await swarm.start_trainer()

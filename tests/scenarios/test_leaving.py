@@ -135,7 +135,7 @@ async def test_a_worker_on_its_way_back_to_a_trainer_that_was_killed_hears_of_th
     tmp_path: Path, model_dir: Path
 ) -> None:
     """A trainer that resumes at its last step ends at once, before workers have dialled it again."""
-    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000, checkpoint={"interval": 1}) as swarm:
         await swarm.start_trainer()
         worker = swarm.add_worker("w1")
         await swarm.wait_step(3)

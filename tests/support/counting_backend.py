@@ -20,7 +20,7 @@ from primerl.node.models.model_files import contract_files
 from primerl.node.storage.partial import whole_directory
 from primerl.node.storage.run_files import written_by_learner, written_to_model
 from primerl.node.training.backend import Sample, Snapshot, StepMetrics, TrainBatch
-from primerl.node.weights.checkpoint import write_checkpoint
+from primerl.node.weights.checkpoint import read_checkpoint, write_checkpoint
 from primerl.node.weights.state import Changed, State, Tensor
 
 WORDS = 16
@@ -106,6 +106,12 @@ class CountingBackend:
             raise StorageError(f"{directory} cannot be read: resume from an earlier one") from error
         self._step, self._history = int(record["step"]), bytes.fromhex(record["history"])
         self.batches = []
+
+    async def adopt(self, file: Path, step: int) -> None:
+        """Go on with the history whose digest is in `file`."""
+        self._running()
+        bits = read_checkpoint(file)["history.weight"].data
+        self._step, self._history = step, bits.tobytes()
 
     async def export(self, directory: Path) -> None:
         """Write the state as model.safetensors beside the contract files of the model directory."""

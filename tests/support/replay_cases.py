@@ -18,7 +18,7 @@ STEPS = 4
 KEEP: dict[str, Any] = {
     "max_steps": STEPS,
     "rollouts": {"keep": {"steps": 0}},
-    "checkpoint": {"keep_first": True, "keep_last": 2},
+    "checkpoint": {"interval": 1, "keep_first": True, "keep_last": 2},
 }
 
 

@@ -265,8 +265,11 @@ class Swarm:
         await self.trainer.stop()
         await self.trainer.ended()
 
-    async def crash_trainer(self) -> None:
-        """Kill the trainer: it sends nothing more, and only what is on disk now remains."""
+    async def crash_trainer(self, *, resume_points: bool = True) -> None:
+        """Kill the trainer: it sends nothing more, and only what is on disk now remains.
+
+        Without `resume_points` those of the steps since the last checkpoint are lost.
+        """
         self.network.drop(self.trainer.node_id)
         image = self.directory / "image"
         with suppress(shutil.Error):  # a directory that a thread removes just now is half there
@@ -276,6 +279,9 @@ class Swarm:
         await self._end(self.trainer)
         shutil.rmtree(self.run_dir)
         image.rename(self.run_dir)
+        if not resume_points:
+            for point in self.run_dir.glob("checkpoints/*.resume"):
+                point.unlink()
 
     async def wait_step(self, step: int, timeout: float = 100.0) -> None:
         """Wait until version `step` is published; raise the trainer's error if it ends before."""
@@ -384,6 +390,8 @@ class Swarm:
             return
         if running is self.trainer and self._node:
             self._node.farewell = Farewell(0.0, 0.0, 0.0)  # it is killed, and waits for nobody
+            if role := self._node.trainer_role:
+                role.stop_s = 0.0
         running.task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await running.task

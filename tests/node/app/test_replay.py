@@ -161,7 +161,7 @@ async def test_a_version_that_is_not_what_was_trained_is_found(
     tmp_path: Path, model_dir: Path
 ) -> None:
     """The trainer signed it and every node holds it: the rollouts do not lead to it."""
-    keep = KEEP | {"checkpoint": {"keep_first": True, "keep_last": STEPS}}
+    keep = KEEP | {"checkpoint": {"interval": 1, "keep_first": True, "keep_last": STEPS}}
     run_dir = await finished(
         LearningSwarm(tmp_path, model_dir, backend=lambda _: Dishonest(2), **keep)
     )
@@ -275,7 +275,7 @@ async def test_a_real_learner_gives_the_same_bits_again(tmp_path: Path) -> None:
     """From the model itself, as no first checkpoint was kept; options may change on the way."""
     model, go = real_model(tmp_path / "model"), asyncio.Event()
     training = {"lr": 1e-3, "threads": 1, "device": "cpu"}
-    keep = KEEP | {"checkpoint": {"keep_last": 2}, "training": training}
+    keep = KEEP | {"checkpoint": {"interval": 1, "keep_last": 2}, "training": training}
     async with LearningSwarm(
         tmp_path, model, backend=lambda config: Gated(config, 2, go), **keep
     ) as swarm:

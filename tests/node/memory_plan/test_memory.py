@@ -24,6 +24,7 @@ from primerl.node.memory_plan import memory
 from primerl.node.memory_plan.memory import (
     AUDIT_TOKENS,
     BLOCK_TOKENS,
+    CONTEXT,
     GIB,
     PADDING,
     Device,
@@ -37,6 +38,7 @@ from primerl.node.memory_plan.memory import (
     plan_engine,
     plan_learner,
     plan_trainer,
+    row_tokens,
     sequence_bytes,
     smaller_learner,
     token_bytes,
@@ -684,6 +686,21 @@ def test_shorter_rows_save_memory(more: dict[str, Any]) -> None:
 def run(**more: Any) -> RunConfig:
     engine = {"type": "vllm", "dtype": "bfloat16"}
     return RunConfig.model_validate({"engine": engine, **more})
+
+
+def test_a_row_holds_what_a_gpu_has_room_for_and_never_less_than_a_sample() -> None:
+    def row(gpu: float, shape: ModelShape = SMALL, **more: Any) -> int:
+        return row_tokens(TrainingConfig.model_validate(more), shape, int(gpu * GIB))
+
+    assert row(141) == 16384
+    assert row(24) == 2048
+    assert row(24, activation_checkpointing="full") > 2048
+    assert row(24, LARGE) == row(24, LARGE, gpu_memory_utilization=0.2) == 2048
+    assert row(141, seq_len=100_000) == 100_000
+    for share in (0.2, 0.5):
+        config = TrainingConfig(gpu_memory_utilization=share)
+        chosen = config.model_copy(update={"seq_len": row(141, gpu_memory_utilization=share)})
+        assert plan_learner(chosen, SMALL, gpu=True).total - CONTEXT < share * 141 * GIB
 
 
 def test_a_trainer_also_evaluates_and_audits() -> None:

@@ -217,6 +217,7 @@ class World:
             self.queue.grown.notify_all()
         for _ in range(20):
             await asyncio.sleep(0)
+            await self.role.resume_points.finish()
 
 
 @asynccontextmanager

@@ -64,11 +64,12 @@ def check(found: Snapshot, before: State, named: Mapping[str, torch.Tensor]) -> 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("bundles", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
 def test_every_export_is_the_state_and_tells_the_difference(
-    chunk: int, ahead: bool, device: str
+    chunk: int, bundles: bool, ahead: bool, device: str
 ) -> None:
-    exporter = PolicyExporter(ALONE, threads=2, chunk=chunk, ahead=ahead)
+    exporter = PolicyExporter(ALONE, threads=2, chunk=chunk, bundles=bundles, ahead=ahead)
     named = {name: tensor.to(device) for name, tensor in weights().items()}
     first = exporter.snapshot(named)
     assert first.base is None

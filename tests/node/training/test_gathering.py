@@ -12,6 +12,7 @@ from support import ranks_cases as ranks
 from support import weights_cases as cases
 from support.training_cases import make_model
 
+from primerl.node.errors import EngineError
 from primerl.node.models import huggingface
 from primerl.node.models.model_files import read_state
 from primerl.node.models.tensors import bf16_state
@@ -73,6 +74,33 @@ def test_experts_are_runs_of_the_tensor_that_they_are_fused_into(moe: Path) -> N
     ]
     assert cases.same(exported(model), huggingface.policy_state(model))
     assert cases.same(bf16_state(whole_tensors(sources, 0)), huggingface.policy_state(model))
+
+
+def test_a_published_policy_is_taken_over_where_bf16_shows_a_difference(moe: Path) -> None:
+    """Fused experts, too; what bf16 does not show keeps its exact value, the sign of zero counts."""
+    model = ranks.load(moe)
+    sources = policy_sources(model, 0)
+    policy = {name: tensor.clone() for name, tensor in whole_tensors(sources, 0)}
+    name = next(name for name in policy if name.endswith("1.mlp.experts.1.up_proj.weight"))
+    policy[name].view(-1)[3] = 2.0
+    policy["model.norm.weight"][0] = -0.0
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[:2] = torch.tensor([0.0, 1.0 + 1e-4])
+        policy["model.norm.weight"][1] = 1.0
+        gather.adopt(sources, lambda name: policy[name].view(-1))
+    norm = model.get_parameter("model.norm.weight")
+    assert norm[0].signbit()
+    assert norm[1].item() == pytest.approx(1.0 + 1e-4, rel=1e-7)
+    assert cases.same(bf16_state(whole_tensors(sources, 0)), bf16_state(policy.items()))
+
+
+def test_a_tensor_in_another_order_than_its_checkpoint_is_not_taken_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huggingface, "checkpoint_tensors", ranks.joined)
+    sources = policy_sources(bare(layers()), 0)
+    with pytest.raises(EngineError, match="another order"):
+        gather.adopt(sources, lambda name: torch.empty(0))
 
 
 def test_a_tied_weight_comes_once(tmp_path: Path) -> None:

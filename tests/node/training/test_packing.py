@@ -90,6 +90,12 @@ def test_a_rank_without_samples_gets_rows_of_padding_so_that_all_have_as_many() 
     assert [row.lengths for row in idle] == [[4], [4]]
 
 
+def test_a_row_may_hold_more_than_the_longest_sample() -> None:
+    packed = pack(numbered([8, 8, 8, 8, 9]), 8, row=32)
+    assert [sorted(row.lengths) for row in rows_of(packed)] == [[8, 8, 8, 8]]
+    assert [len(sample.token_ids) for sample in packed.too_long] == [9]
+
+
 def test_rows_of_one_turn_cost_about_the_same_on_all_ranks() -> None:
     rng = random.Random(4)
     samples = [sample(rng, drawn=rng.choice([20, 40, 400])) for _ in range(200)]
