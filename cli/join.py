@@ -1,9 +1,12 @@
 """`primerl-node join`: work for a run."""
 
+import asyncio
+import os
 import stat
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,7 +123,8 @@ def run(
     from .live import open_view
 
     check_present(config.engine)
-    config = with_checked_ticket(config)
+    if config.ticket != "-" or not is_pipe(sys.stdin.fileno()):
+        config = with_checked_ticket(config)
     check_free(config)
     while True:
         try:
@@ -139,10 +143,11 @@ async def _join(config: "JoinConfig", view: "OpenView") -> None:
     from ..node.ops.control import NodeState, watched
     from .live import plain_line
 
+    ticket = partial(piped_text, MAX_TICKET_FILE) if config.ticket == "-" else None
     data_dir = config.data_dir or default_data_dir()
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
-        farewell = await watched(nodes, view, join(config), pace_s=view.pace_s)
+        farewell = await watched(nodes, view, join(config, ticket), pace_s=view.pace_s)
     except EnvironmentNotAllowed:
         nodes.clear()  # it did nothing: its owner is asked
         raise
@@ -198,6 +203,30 @@ def checked_ticket(given: str, data_dir: Path) -> str:
     from ..node.app.tickets import usable_ticket
 
     return usable_ticket(ticket_text(given) if given else "", data_dir, int(time.time()))
+
+
+def is_pipe(descriptor: int) -> bool:
+    """Return whether a file descriptor is a pipe, or the socket that asyncio gives to a child."""
+    mode = os.fstat(descriptor).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+async def piped_text(most: int) -> str:
+    """Read up to `most` bytes of a piped standard input to its end. Raises TicketError if there are none."""
+    from ..node.errors import TicketError
+
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    try:
+        data = b""
+        while len(data) < most and (piece := await reader.read(most)):
+            data += piece
+    finally:
+        transport.close()
+    if text := data[:most].decode(errors="replace").strip():
+        return text
+    raise TicketError("standard input holds no ticket")
 
 
 def ticket_text(given: str) -> str:

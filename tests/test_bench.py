@@ -39,8 +39,9 @@ PARTS = {
     *("swarm_links", "trained_model", "wan"),
 }
 """What benchmarks share, and the processes that they start."""
-NAMES = sorted({path.stem for path in BENCH.glob("*.py")} - {"run_taskset"})
-"""Without the taskset, whose library takes seconds to import: the process of environments loads it."""
+NAMES = sorted({path.stem for path in BENCH.glob("*.py")} - {"run_taskset", "small_trl"})
+"""Without the taskset and TRL's side of small.py, whose libraries take seconds to import: other processes load
+them."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,8 +4,10 @@ Roles are imported when they start: a dry run imports nothing heavy.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,22 +81,35 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
     return directory
 
 
-async def join(config: JoinConfig) -> str:
+async def join(config: JoinConfig, ticket: Callable[[], Awaitable[str]] | None = None) -> str:
     """Run a worker or a validator until the run ends or it is stopped; returns why it left, if the run ended.
 
+    `ticket` waits for the ticket, where the config has none yet: what takes long to load is loaded meanwhile.
     Raises NodeError, KeyFileError.
     """
+    from ..inference.build import build_engine
+    from ..inference.hosted import begin_ahead
+    from .factories import sandboxed
     from .validator import ValidatorNode
     from .worker import WorkerNode
 
     check_monitors(config.monitors)
+    is_worker = config.role != "validator"
     data_dir = config.data_dir or home_directory() / ".primerl"
-    name = "validator" if config.role == "validator" else "worker"
-    configure(config.log, data_dir / "logs" / f"{name}.jsonl")
+    configure(config.log, data_dir / "logs" / f"{'worker' if is_worker else 'validator'}.jsonl")
     share_python()
-    kind = ValidatorNode if config.role == "validator" else WorkerNode
-    node = kind(config, load_key(data_dir), data_dir)
-    await node.run()
+    factories, kind = sandboxed(config), WorkerNode if is_worker else ValidatorNode
+    ahead = await begin_ahead(config.engine) if ticket and is_worker else None
+    try:
+        if ahead is not None:
+            factories = replace(factories, engine=partial(build_engine, ahead=ahead))
+        if ticket is not None:
+            config = config.model_copy(update={"ticket": await ticket()})
+        node = kind(config, load_key(data_dir), data_dir, factories)
+        await node.run()
+    finally:
+        if ahead is not None:
+            await ahead.kill()
     return node.farewell
 
 

@@ -20,6 +20,7 @@ from ..environments.environment import Environment, EnvironmentFailed
 from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
 from ..environments.leased_prompts import LeasedPrompts
+from ..environments.pool import EnvironmentPool, most_processes
 from ..environments.sandbox import Sandbox, choose
 from ..errors import UsageError
 from ..gpus import usable
@@ -88,13 +89,14 @@ def make_environment(
     sandbox: Sandbox | None = None,
     judges: Judges | None = None,
 ) -> Environment:
-    """Make the environment of a run, not started.
+    """Make the environment of a run, not started; where cores are spare, in as many processes as it keeps busy.
 
-    By default its process has the default limits, and one that has a judge is played and not scored.
+    By default a process has the default limits, and one that has a judge is played and not scored.
     """
     if config.id == LEASED_PROMPTS:
         return LeasedPrompts()
-    return HostedEnvironment(
+    make = partial(
+        HostedEnvironment,
         config,
         model_dir=model_dir,
         seed=seed,
@@ -103,6 +105,9 @@ def make_environment(
         sandbox=sandbox,
         judges=judges,
     )
+    # a judge answers slowly, and counts its questions by itself
+    most = 1 if config.judge else most_processes()
+    return EnvironmentPool(make, most) if most > 1 else make()
 
 
 def make_backend(
@@ -157,12 +162,12 @@ def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
     """Make the auditor that `config.type` names, not started; an audit takes at most `timeout_s`."""
     from ..verification.hf_auditor import HfAuditor
 
-    embedded = HfAuditor(config, timeout_s=timeout_s)
     if config.type == "hf":
-        return embedded
+        return HfAuditor(config, timeout_s=timeout_s, ahead=True)
     from ..verification.local_audits import RoutedAuditor
     from ..verification.vllm_auditor import VllmAuditor
 
+    embedded = HfAuditor(config, timeout_s=timeout_s)  # of pipelines' work: most runs have none
     return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s), embedded)
 
 

@@ -8,8 +8,8 @@ from itertools import count
 from pathlib import Path
 
 from ..config.run import ResumeConfig, RunConfig, WarmupConfig
-from ..environments.environment import Environment
-from ..errors import EngineError, UsageError
+from ..environments.environment import Environment, EnvironmentFailed
+from ..errors import EngineError, NodeError, UsageError
 from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..ops.metrics import PhaseClock
 from ..reports import summary
@@ -57,6 +57,8 @@ class Startup:
         self._evaluator = evaluator
         self._clock = clock
         self._enter = enter
+        self._begins = False
+        """Whether the first version of this start is the first of the run."""
 
     async def first_version(
         self,
@@ -65,8 +67,8 @@ class Startup:
         boot: int,
         *,
         restarted: bool = False,
-    ) -> tuple[int, EvalResult]:
-        """Resume or begin; returns the step done so far, and the evaluation from before the first.
+    ) -> int:
+        """Resume or begin; returns the step done so far.
 
         `restarted`: go on from the newest checkpoint, if there is one, also without config.resume.
         """
@@ -87,19 +89,19 @@ class Startup:
             await role.publisher.resume(step, await self._backend.snapshot())
             role.submissions.resume(current_epoch(ledger, role.publisher.order, boot), step)
             logger.info("resumed at step %d", step)
-            return step, summary.read_result(ledger.get(EVALUATION_BEFORE))
-        step = 0
+            return step
+        step, self._begins = 0, True
         if resume is not None and resume.dir is not None:
             step = await self._fork(resume, resume.dir, role)
         elif self._config.warmup is not None:
             self._enter("warm-up", "")
             with self._clock.phase("warm-up"):
                 await self._warm_up(self._config.warmup)
-        before = await self.evaluate()
-        ledger.set(EVALUATION_BEFORE, summary.write_result(before))
+            self._clock.reach("warm-up")
         await role.publisher.resume(step, await self._backend.snapshot())
+        self._clock.reach("first version")
         await role.checkpoint(step)  # workers draw meanwhile
-        return step, before
+        return step
 
     async def _catch_up(
         self, role: TrainerRole, step: int, parts: dict[str, bytes]
@@ -141,15 +143,36 @@ class Startup:
         logger.info("this run begins where %s was after step %d", directory, step)
         return step
 
-    async def evaluate(self) -> EvalResult:
-        """Evaluate the current policy on held-out prompts."""
+    async def evaluate_before(self, ledger: Ledger, step: int, state: State) -> EvalResult:
+        """Return the evaluation of the policy that the run began with; make it if that is `state`, of `step`.
+
+        Zeros where it fails, or an earlier start was ended before it was made: training does not depend on it.
+        """
+        known = ledger.get(EVALUATION_BEFORE)
+        if known is not None or not (self._begins or step == 0):
+            return summary.read_result(known)
+        try:
+            result = await self._evaluate(state)
+        except (NodeError, EnvironmentFailed) as error:
+            logger.error("version %d could not be evaluated: %s", step, error)
+            return summary.read_result(None)
+        ledger.set(EVALUATION_BEFORE, summary.write_result(result))
+        return result
+
+    async def evaluate_after(self, state: State) -> EvalResult:
+        """Evaluate the last policy. Raises EngineError, EnvironmentFailed."""
+        if self._config.evaluation.prompts:
+            self._enter("evaluating", "")
+        return await self._evaluate(state)
+
+    async def _evaluate(self, state: State) -> EvalResult:
+        """Evaluate a policy on held-out prompts of the run's own environments."""
         prompts = self._config.evaluation.prompts
         if not prompts:
             return EvalResult(0, 0.0, 0.0)
-        self._enter("evaluating", "")
         with self._clock.phase("evaluate"):
             return await self._evaluator.evaluate(
-                await self._backend.state(),
+                state,
                 own_tasks(self._config, self._environments, prompts),
                 split="eval",
                 first=0,

@@ -40,6 +40,7 @@ from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import WandbMonitor, group_of
 from ..p2p.services import NodeServices
 from ..p2p.status_view import show_network
+from ..process.spawn import PARENT_VARIABLE, began
 from ..reports import summary
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
@@ -77,17 +78,10 @@ from .startup import Startup, check_prompts, own_tasks
 EVALUATIONS = "evaluations.jsonl"
 
 
-async def open_eval_tasks(
-    config: RunConfig,
-    factories: Factories,
-    own: Sequence[Environment],
-    model_dir: Path,
-    cleanup: AsyncExitStack,
+def eval_tasks(
+    config: RunConfig, factories: Factories, own: Sequence[Environment], model_dir: Path
 ) -> list[EvalTask]:
-    """Start the environments of [evaluation], to be closed with `cleanup`; `own` are the run's, started.
-
-    Raises UsageError.
-    """
+    """Make the evaluations of a run with the environments of [evaluation], not started, or with its `own`."""
     evaluation, runs = config.evaluation, config.sampling
     if not evaluation.is_online:
         return []
@@ -106,13 +100,6 @@ async def open_eval_tasks(
         environment = factories.environment(
             entry, model_dir, config.seed, sampling.max_tokens, sampling.temperature
         )
-        cleanup.push_async_callback(environment.close)
-        try:
-            await environment.start()
-        except EnvironmentFailed as error:
-            raise UsageError(
-                f"environment {entry.title!r} of [evaluation] does not start: {error}"
-            ) from error
         tasks.append(
             EvalTask(
                 entry.title,
@@ -126,6 +113,20 @@ async def open_eval_tasks(
             )
         )
     return tasks
+
+
+async def start_evaluated(tasks: Sequence[EvalTask]) -> None:
+    """Start the environments of [evaluation]. Raises UsageError with the name of one that does not start."""
+
+    async def start(task: EvalTask) -> None:
+        try:
+            await task.environment.start()
+        except EnvironmentFailed as error:
+            raise UsageError(
+                f"environment {task.name!r} of [evaluation] does not start: {error}"
+            ) from error
+
+    await asyncio.gather(*map(start, tasks))
 
 
 def step_settings(config: RunConfig) -> StepSettings:
@@ -207,14 +208,18 @@ class Verification:
             await self._reader.close()
 
     def verifier(
-        self, environments: Sequence[Environment], publisher: Publisher, progress: Progress
+        self,
+        environments: Sequence[Environment],
+        publisher: Publisher,
+        progress: Progress,
+        patience_s: Callable[[], float] = lambda: 0.0,
     ) -> Verifier:
         """Make a verifier for the versions that `publisher` holds.
 
-        Audits wait for others only while `progress` trains; its clock counts the time that they take.
+        An audit waits for others for `patience_s` at most; the clock of `progress` counts the time of audits.
         """
         run = self._documents.manifest
-        own = LocalAudits(self._auditor, progress.clock, may_wait=lambda: progress.training)
+        own = LocalAudits(self._auditor, progress.clock, patience_s=patience_s)
         audits = RemoteAuditors(
             own,
             self.queue,
@@ -226,6 +231,16 @@ class Verification:
         if self._reader is not None and self._calibration is not None:
             readings = Readings(NoiseEnvelope(own, self._reader), self._calibration)
         return Verifier(run_id, run, environments, audits, states, CopyDetector(), readings)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Take an error that counts once the task is awaited, and is not logged if something else failed before."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _finished(task: asyncio.Task[None]) -> None:
+    await asyncio.shield(task)
 
 
 logger = logging.getLogger(__name__)
@@ -261,6 +276,8 @@ class TrainingRun:
     evaluator: Evaluator
     verification: Verification
     eval_tasks: Sequence[EvalTask]
+    evaluated: asyncio.Task[None]
+    """Starts the environments of [evaluation]."""
     kept: RolloutKeeper
 
 
@@ -280,7 +297,7 @@ class TrainerNode(IssuingNode):
         self._config = config
         self._announce = announce
         self._factories = factories or sandboxed(config, judged=True)
-        self._clock = PhaseClock()
+        self._clock = PhaseClock(began(int(os.environ.get(PARENT_VARIABLE) or os.getpid())))
         self._services: NodeServices | None = None
         self.trainer_role: TrainerRole | None = None
         self._evaluation: OnlineEvaluation | None = None
@@ -325,34 +342,30 @@ class TrainerNode(IssuingNode):
                 for environment in environments:
                     cleanup.push_async_callback(environment.close)
                 starting = asyncio.create_task(self._start_environments(environments))
+                starting.add_done_callback(_retrieve)
                 cleanup.push_async_callback(end_tasks, starting)
                 # The manifest names the run, and the run names the discovery topic: so it comes first.
                 store = open_store(self._config, self.data_dir)
                 documents = await run_manifest.documents(
                     self._config, self.key, ledger, store, model_dir
                 )
-                await starting
-                names = [entry.name for entry in self._config.mixture]
-                longest = documents.manifest.limits.max_model_len
-                replies = [
-                    self._config.sampling_of(entry).max_tokens for entry in self._config.mixture
-                ]
-                await check_prompts(names, environments, longest, replies)
             async with self.open_run(
                 self._config, ledger, store, documents, self._factories
             ) as services:
                 self._services = services
+                self._clock.reach("ticket")
                 self._announce(self.issued.current().text)
-                await self._open(services, documents, environments, model_dir)
+                await self._open(services, documents, environments, starting, model_dir)
 
     async def _open(
         self,
         services: NodeServices,
         documents: RunDocuments,
         environments: Sequence[Environment],
+        starting: asyncio.Task[None],
         model_dir: Path,
     ) -> None:
-        """Open what outlives the ranks of a learner, and train."""
+        """Open what outlives the ranks of a learner, and train; `environments` are `starting`."""
         group = group_of(documents.manifest.name, documents.run_id)
         monitor = await asyncio.to_thread(WandbMonitor.of_run, self._config, group=group)
         metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitor)
@@ -361,7 +374,7 @@ class TrainerNode(IssuingNode):
             cleanup.push_async_callback(self._close_backend)
             cleanup.push_async_callback(asyncio.to_thread, metrics.close)
             self._teachers = await self._open_teachers(model_dir, cleanup)
-            await self._train(services, documents, environments, metrics, model_dir)
+            await self._train(services, documents, environments, starting, metrics, model_dir)
 
     async def _start_environments(self, environments: Sequence[Environment]) -> None:
         """Start all of them. Raises UsageError with the name of one that does not start."""
@@ -374,6 +387,7 @@ class TrainerNode(IssuingNode):
 
         names = [entry.name for entry in self._config.mixture]
         await asyncio.gather(*map(start, names, environments))
+        self._clock.reach("environments")
 
     async def _open_teachers(self, model_dir: Path, cleanup: AsyncExitStack) -> list[Teacher]:
         """Open the endpoints of losses, if there are any, until `cleanup`. Raises UsageError."""
@@ -421,6 +435,7 @@ class TrainerNode(IssuingNode):
         services: NodeServices,
         documents: RunDocuments,
         environments: Sequence[Environment],
+        starting: asyncio.Task[None],
         metrics: MetricsLog,
         model_dir: Path,
     ) -> None:
@@ -435,27 +450,46 @@ class TrainerNode(IssuingNode):
             engine = adapted(self._factories.evaluation_engine(self._config.engine), manifest, base)
             cleanup.push_async_callback(engine.close)
 
-            async def start() -> None:
+            tasks = eval_tasks(self._config, self._factories, environments, model_dir)
+            evaluated = tasks if self._config.evaluation.environments else []
+            for task in evaluated:
+                cleanup.push_async_callback(task.environment.close)
+
+            async def start_auditor() -> None:
                 await base
                 await verification.start(model_dir)
+
+            async def start_learner() -> None:
+                await base
                 await self._start_backend(model_dir)
 
-            # awaited when workers can be admitted: they start their engines meanwhile
-            starting = asyncio.create_task(start())
-            for task in (base, starting):
+            async def start_evaluation() -> None:
+                await engine.start(model_dir)
+                self._clock.reach("evaluation engine")
+
+            async def check_environments() -> None:
+                await starting
+                names = [entry.name for entry in self._config.mixture]
+                replies = [
+                    self._config.sampling_of(entry).max_tokens for entry in self._config.mixture
+                ]
+                longest = manifest.limits.max_model_len
+                await check_prompts(names, environments, longest, replies)
+
+            # they start side by side, and workers can be admitted meanwhile
+            parts = [start_auditor(), start_learner(), check_environments()]
+            if self._config.evaluates:
+                parts.append(start_evaluation())
+            started = [asyncio.create_task(part) for part in parts]
+            beside = asyncio.create_task(start_evaluated(evaluated))
+            for task in (base, *started, beside):
                 cleanup.push_async_callback(end_tasks, task)
-                # its error counts only once it is awaited, and is not logged if something else fails before
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+                task.add_done_callback(_retrieve)
             with self._clock.phase("start"):
                 self._mixed = await asyncio.to_thread(
                     open_mixed, self._config, model_dir, self._config.run_dir / "data"
                 )
             self._hints = await self._open_hints(environments, model_dir)
-            if self._config.evaluates:
-                await engine.start(model_dir)
-            eval_tasks = await open_eval_tasks(
-                self._config, self._factories, environments, model_dir, cleanup
-            )
             evaluator = Evaluator(
                 engine,
                 EvalSampling(
@@ -481,12 +515,15 @@ class TrainerNode(IssuingNode):
                 metrics,
                 evaluator,
                 verification,
-                eval_tasks,
+                tasks,
+                beside,
                 keeper,
             )
             await until_done(
                 lambda again: self._learn(
-                    run, self._backend.start(model_dir) if again else starting, again
+                    run,
+                    self._backend.start(model_dir) if again else asyncio.gather(*started),
+                    again,
                 ),
                 Restarts(),
                 newest=lambda: newest_step(self._config),
@@ -508,11 +545,12 @@ class TrainerNode(IssuingNode):
             await self._backend.start(model_dir)
         except RankFailed as error:
             raise EngineError(str(error)) from error
+        self._clock.reach("learner")
 
-    async def _learn(self, run: TrainingRun, started: Awaitable[None], again: bool) -> None:
+    async def _learn(self, run: TrainingRun, started: Awaitable[object], again: bool) -> None:
         """Do all of `run` or, with `again`, the rest of it after the newest checkpoint.
 
-        `started` ends when the backend has started and, the first time, the auditor.
+        `started` ends when the backend has started and, the first time, all else that a first version needs.
         """
         config, services, documents = self._config, run.services, run.documents
         evaluation = self._evaluation = OnlineEvaluation(
@@ -566,7 +604,13 @@ class TrainerNode(IssuingNode):
         scheduler = LeaseScheduler(registry, tasks, publisher, demand)
         submissions = SubmissionQueue(
             scheduler,
-            run.verification.verifier(run.environments, publisher, progress),
+            run.verification.verifier(
+                run.environments,
+                publisher,
+                progress,
+                # longer, and the trainer would often wait for them: it does as soon as a step is done
+                lambda: registry.book.lead.step_s / 2 if progress.training else 0.0,
+            ),
             documents.manifest.proofs,
             run.verification.test,
             buffer,
@@ -593,7 +637,6 @@ class TrainerNode(IssuingNode):
                 group.create_task(services.router(handler.handle, gate=registry.gate).run()),
                 group.create_task(services.watch_fraud()),
                 group.create_task(self.issued.keep_fresh()),
-                *(group.create_task(supply.run(scheduler)) for supply in tasks),
             ]
             gossip = services.gossip()
             if gossip is not None:
@@ -601,11 +644,15 @@ class TrainerNode(IssuingNode):
             try:
                 with self._clock.phase("restart" if again else "start"):
                     await started
-                step, before = await startup.first_version(
-                    role, services.ledger, boot, restarted=again
-                )
+                background += [group.create_task(supply.run(scheduler)) for supply in tasks]
+                background.append(group.create_task(_finished(run.evaluated)))
+                step = await startup.first_version(role, services.ledger, boot, restarted=again)
                 await asyncio.to_thread(evaluation.log.open, step)
+                # beside training, and after the evaluation whose rollouts it shares
                 evaluation.begin(step, publisher.states[step])
+                before = group.create_task(
+                    startup.evaluate_before(services.ledger, step, publisher.states[step])
+                )
                 self.phase = "running"
                 with self._clock.phase("training"):
                     await role.run(step)
@@ -616,8 +663,8 @@ class TrainerNode(IssuingNode):
             self.phase = "finishing"
             await services.heads.end("the run has reached its last step")
             await evaluation.finish(progress.step, publisher.states[progress.step])
-            after = await startup.evaluate()
-            await self._finish(documents, role, before, after)
+            after = await startup.evaluate_after(publisher.states[progress.step])
+            await self._finish(documents, role, await before, after)
             await services.head_server.wait_told(
                 registry.members(MEMBER_S) | registry.joining(),
                 registry.left(),

@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import tempfile
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -92,6 +92,10 @@ PAUSE_S = 1.0
 PING_S = 2.0
 GUARD_S = 0.25
 """Pause between two checks of the process's descendants and memory."""
+LOOKS = 16
+"""Latest such checks in which it is noted whether the environment's code runs."""
+BUSY_LOOKS = 8
+"""Of these, the least in which the code of a busy process ran: rollouts come in bursts."""
 SILENT_S = 30.0
 """Tolerated silence of the process, beyond the environment's own limits."""
 MOST_QUESTIONS = 64
@@ -144,6 +148,8 @@ class EnvironmentChild(ChildProcess):
         self._asking: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
         """Open questions to the judge, by the number of the request whose code asks."""
         self._guarding: asyncio.Task[None] | None = None
+        self._ran = deque[bool](maxlen=LOOKS)
+        """Whether a request's code ran, in the latest checks."""
         self.status = ""
         """Environment.status in the latest EnvironmentPong."""
 
@@ -261,6 +267,11 @@ class EnvironmentChild(ChildProcess):
 
     # -- watching ----------------------------------------------------------------------------------
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests' code has run half of the time lately, or more."""
+        return sum(self._ran) >= BUSY_LOOKS
+
     def _marked(self) -> tuple[int, int]:
         """Read (number of the request whose code runs or ran last, steps so far)."""
         return unpack_mark(self._mark[:MARK_BYTES])
@@ -268,6 +279,7 @@ class EnvironmentChild(ChildProcess):
     async def _guard(self) -> None:
         """Kill the processes and report them lost once they exceed the sandbox's limits."""
         while self._failure is None and self.pid is not None:
+            self._ran.append(self._marked()[0] != 0)
             fault = self._sandbox.overrun(self.pid)
             if not fault and self._scratch is not None:
                 fault = await asyncio.to_thread(self._scratch.overrun)
@@ -360,19 +372,28 @@ class HostedEnvironment:
         return ""
 
     @property
+    def is_busy(self) -> bool:
+        """See pool.HostedProcess."""
+        return self._child is not None and self._child.is_busy
+
+    @property
     def judge_fault(self) -> str:
         """See Environment."""
         return "" if self._judge is None else self._judge.fault
 
     async def start(self) -> None:
-        """Start the process and load the taskset. Raises EnvironmentFailed, StorageError."""
-        if refusal := self._sandbox.refusal(self.name):
-            raise EnvironmentFailed(refusal)
-        if self._judge is not None:
-            await self._judge.start()
-        if self._config.stop:
-            self.stops = StopStrings(self._config.stop, (await self._chat()).piece)
-        await self._start()
+        """Start the process and load the taskset; requests that come meanwhile wait for it.
+
+        Raises EnvironmentFailed, StorageError.
+        """
+        async with self._replacing:
+            if refusal := self._sandbox.refusal(self.name):
+                raise EnvironmentFailed(refusal)
+            if self._judge is not None:
+                await self._judge.start()
+            if self._config.stop:
+                self.stops = StopStrings(self._config.stop, (await self._chat()).piece)
+            await self._start()
 
     async def _chat(self) -> Chat:
         """Read the tokenizer, which the process reads for itself. Raises EnvironmentFailed."""

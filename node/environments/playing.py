@@ -13,6 +13,7 @@ Tasksets with containers are refused: a node runs no commands for strangers.
 
 import asyncio
 import copy
+import functools
 import hashlib
 import importlib
 import json
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import verifiers.v1 as vf
+from pydantic.fields import FieldInfo
 from verifiers.v1 import graph
 from verifiers.v1 import task as library_task
 from verifiers.v1 import tasksets as library_tasksets
@@ -385,7 +387,7 @@ class TasksetPlayer:
         self, env: vf.Env, prepared: PreparedTask, exchange: Exchange, reasoning: str
     ) -> Episode:
         """Play an episode by the library's code, from Env.run down to Rollout."""
-        harness = PolicyHarness(self._chat, exchange, self._calls, reasoning)
+        harness = PolicyHarness(self._chat, exchange, self._calls, reasoning, prepared)
         episode = vf.Episode(task=prepared.record)
         placement = {"runtime": self._box, "on_trace": episode.traces.append}
         toolbox = self.toolbox if self._calls is not None else None
@@ -476,15 +478,21 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
     NEEDS_CONTAINER = False
 
     def __init__(
-        self, chat: Chat, exchange: Exchange, calls: "CallParser | None", reasoning: str
+        self,
+        chat: Chat,
+        exchange: Exchange,
+        calls: "CallParser | None",
+        reasoning: str,
+        prepared: PreparedTask,
     ) -> None:
-        """`reasoning`: EnvironmentConfig.earlier_reasoning."""
+        """`reasoning`: EnvironmentConfig.earlier_reasoning; `prepared` is the episode's task."""
         vf.Harness.__init__(self, vf.HarnessConfig.model_validate({"id": "null"}))
         Interception.__init__(self)
         self._chat = chat
         self._exchange = exchange
         self._calls = calls
         self._reasoning = reasoning
+        self._opening, self._opening_prompt = _wire(prepared.messages), prepared.prompt
         self.tools: Toolbox | None = None
         """Tools of the current rollout."""
         self._sessions: dict[str, RolloutSession] = {}
@@ -629,6 +637,8 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig], Interception):
             users[-1:] >= [start] and shown[first:start] != messages[first:start]
         )
         if before is None or anew or any(message.role == "assistant" for message in turn.tail):
+            if self._calls is None and not turn.tools and shown == self._opening:
+                return list(self._opening_prompt)  # all rollouts of the task begin with it
             return self._chat.prompt(shown, list(map(tool_to_wire, turn.tools)))
         return [*before[0], *before[1], *self._chat.continuation(_wire(turn.tail), before[1][-1])]
 
@@ -709,6 +719,7 @@ def open_player(
 ) -> TasksetPlayer:
     """Load the taskset and choose how to play it. Raises EnvironmentFailed."""
     library_task.invoke_all = call_scores
+    _inspect_factories_once()
     if config.judge is not None:
         # vf.Judge has no hook for another client; the library makes all its clients with this function
         library_clients.build_async_httpx = judge_client
@@ -735,6 +746,31 @@ def open_player(
         calls=calls,
         scores=scores,
     )
+
+
+@functools.cache
+def _inspect_factories_once() -> None:
+    """Have pydantic keep what it finds out about a default factory.
+
+    It inspects the signature of each field's factory for every object that is constructed without
+    validation, as the library's messages are: half the time of a rollout went there.
+    """
+    inspected: Any = FieldInfo.default_factory_takes_validated_data
+    known: dict[Callable[..., Any], bool | None] = {}
+
+    def takes_validated_data(field: FieldInfo) -> bool | None:
+        factory: Any = field.default_factory
+        if factory is None:
+            return None
+        try:
+            return known[factory]
+        except (KeyError, TypeError) as error:
+            answer = inspected.fget(field)
+            if isinstance(error, KeyError):  # it can be hashed
+                known[factory] = answer
+            return answer
+
+    FieldInfo.default_factory_takes_validated_data = property(takes_validated_data)  # type: ignore[assignment]
 
 
 def _call_parser(config: EnvironmentConfig, taskset: vf.Taskset, chat: Chat) -> "CallParser | None":

@@ -20,6 +20,7 @@ from ..environments.policies import PlayFailed
 from ..environments.stop_strings import StopStrings, generate_until
 from ..errors import EngineError, EngineLost, first_cause
 from ..inference.engine import Completion, Engine, GenerateRequest
+from ..verification.auditor import SameState
 from ..weights.state import State
 
 logger = logging.getLogger(__name__)
@@ -313,7 +314,10 @@ class EvalTask:
 
 
 class Evaluator:
-    """Evaluates states with an engine of its own, one evaluation at a time."""
+    """Evaluates states with an engine of its own, one evaluation at a time.
+
+    Rollouts that an earlier evaluation of the same state made are not made again.
+    """
 
     def __init__(
         self,
@@ -328,6 +332,10 @@ class Evaluator:
         self._at_once = at_once
         self._longest = longest
         self._loads = 0
+        self._held: SameState | None = None
+        """The state that the engine holds; None if that is not known."""
+        self._rollouts: dict[tuple[object, ...], Rollout] = {}
+        """Rollouts of that state."""
         self._turn = asyncio.Lock()
 
     async def evaluate(
@@ -342,7 +350,7 @@ class Evaluator:
             for task in tasks:
                 first = 0 if task.prompts == ALL else first
                 chosen = await self._fitting(task, split, first)
-                rollouts = await self._roll_out(task, chosen, version, samples=1, seed=seed)
+                rollouts = await self._roll_out(task, split, chosen, version, samples=1, seed=seed)
                 results[task.name] = _means(rollouts)
         return EvalResult.of(results)
 
@@ -359,7 +367,7 @@ class Evaluator:
             for task in tasks:
                 prompts = await self._fitting(task, task.split)
                 rollouts[task.name] = await self._roll_out(
-                    task, prompts, version, samples=task.samples, seed=seed
+                    task, task.split, prompts, version, samples=task.samples, seed=seed
                 )
         return rollouts
 
@@ -369,27 +377,46 @@ class Evaluator:
         )
 
     async def _load(self, state: State) -> int:
-        self._loads += 1
-        await self._engine.load(self._loads, state)
+        if self._held is None or not self._held.matches(state):
+            self._held, self._rollouts = None, {}
+            self._loads += 1
+            await self._engine.load(self._loads, state)
+            self._held = SameState(state)
         return self._loads
 
     async def _roll_out(
-        self, task: EvalTask, tasks: Sequence[Task], version: int, *, samples: int, seed: int
+        self,
+        task: EvalTask,
+        split: Split,
+        tasks: Sequence[Task],
+        version: int,
+        *,
+        samples: int,
+        seed: int,
     ) -> list[Rollout]:
         own, stops = task.sampling or self._sampling, self._sampling.stop_token_ids
-        return await run_rollouts(
-            task.environment,
-            tasks,
-            EnginePolicy(
+        wanted = [
+            (id(task.environment), split, own, seed, each.index, each.digest, sample)
+            for each in tasks
+            for sample in range(samples)
+        ]
+        if not self._rollouts.keys() >= set(wanted):
+            policy = EnginePolicy(
                 self._engine,
                 version,
                 replace(own, stop_token_ids=stops),
                 max_model_len=int(self._longest) if self._longest < math.inf else 0,
-            ),
-            samples=samples,
-            seed=seed,
-            concurrency=self._at_once,
-        )
+            )
+            rollouts = await run_rollouts(
+                task.environment,
+                tasks,
+                policy,
+                samples=samples,
+                seed=seed,
+                concurrency=self._at_once,
+            )
+            self._rollouts |= dict(zip(wanted, rollouts, strict=True))
+        return [self._rollouts[key] for key in wanted]
 
 
 def _means(rollouts: Sequence[Rollout]) -> EvalResult:

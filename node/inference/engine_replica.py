@@ -31,6 +31,7 @@ from .host_messages import (
     EngineDrawn,
     EngineDrop,
     EngineFailed,
+    EngineImport,
     EngineLoad,
     EnginePing,
     EnginePong,
@@ -173,9 +174,18 @@ class EngineChild(ChildProcess):
         self.stats = EngineStats()
         """Load that the process reported last."""
 
-    async def start(self, setup: EngineSetUp) -> None:
-        """Start the process and its engine. Raises EngineError, UsageError; then call kill()."""
+    async def begin(self) -> None:
+        """Start the process, which imports its libraries, before the setup is known. Raises EngineError."""
         await self.spawn()
+        self._send(EngineImport())
+
+    async def start(self, setup: EngineSetUp) -> None:
+        """Start the process, unless begin() did, and its engine.
+
+        Raises EngineError, UsageError; then call kill().
+        """
+        if self.pid is None:
+            await self.spawn()
         await self._ask(setup, EngineDone, self._timeouts.start_s)
         self._ready = True
         self._watch(EnginePing(), self._timeouts.ping_s, self._timeouts.silent_s)
@@ -287,8 +297,12 @@ class EngineReplica:
         program: Sequence[str],
         timeouts: EngineTimeouts,
         policy: HostedPolicy,
+        child: EngineChild | None = None,
     ) -> None:
-        """`number` counts the replicas of one node; a new process gets the policy of `policy`."""
+        """`number` counts the replicas of one node; a new process gets the policy of `policy`.
+
+        `child` is the first process, where one has begun.
+        """
         self._name = f"{config.type}[{number}]"
         self._title = TITLES.get(config.type, config.type)
         self._setup = setup
@@ -296,7 +310,7 @@ class EngineReplica:
         self._program = program
         self._timeouts = timeouts
         self._policy = policy
-        self._child = self._make()
+        self._child = child or self._make()
         self._up = False
         self._failures = 0
         self._watching: asyncio.Task[None] | None = None

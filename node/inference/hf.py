@@ -138,7 +138,7 @@ class HfEngine:
             shape = await asyncio.to_thread(read_json, model_dir / "config.json")
             check_quantized(self._config, shape)
         self._thread = ComputeThread("hf-engine")
-        await self._thread.run(huggingface.load_config, model_dir)
+        await self._thread.run(huggingface.import_model, model_dir)
         if self._config.enable_return_routed_experts:
             from ..models.routers import route_shape
 

@@ -36,6 +36,7 @@ from .host_messages import (
     EngineDrawn,
     EngineDrop,
     EngineFailed,
+    EngineImport,
     EngineLoad,
     EnginePing,
     EnginePong,
@@ -177,11 +178,14 @@ MakeCore = Callable[..., EngineCore]
 
 
 class EngineHost:
-    """Server of the parent's requests until close(); an EngineSetUp is the first."""
+    """Server of the parent's requests until close(); an EngineSetUp is the first that is answered."""
 
-    def __init__(self, outbox: Outbox, make: MakeCore) -> None:
+    def __init__(self, outbox: Outbox, make: MakeCore, load: Callable[[], None]) -> None:
+        """`load` imports the libraries of the core, which takes seconds."""
         self._outbox = outbox
         self._make = make
+        self._load = load
+        self._loading: asyncio.Task[None] | None = None
         self._core: EngineCore | None = None
         self._sleeper: Sleeper | None = None
         self._reporting: asyncio.Task[None] | None = None
@@ -191,6 +195,8 @@ class EngineHost:
         """Begin to answer a request."""
         number = request.number
         match request.body:
+            case EngineImport():
+                self._loading = asyncio.create_task(asyncio.to_thread(self._load))
             case EngineDrop():
                 if (task := self._tasks.get(number)) is not None:
                     task.cancel()
@@ -253,6 +259,8 @@ class EngineHost:
     async def _set_up(self, request: EngineSetUp) -> EngineDone:
         config = EngineConfig.model_validate_json(request.config)
         place = (decode_place(request.place),) if request.place else ()
+        if self._loading is not None:
+            await asyncio.wait([self._loading])  # an import that failed fails again below
         core = self._core = self._make(config, *place)  # close() ends it even after a failed start
         api = request.api if isinstance(core, ServingCore) else None
         if api is not None and isinstance(core, ServingCore):
@@ -277,12 +285,18 @@ class EngineHost:
             await asyncio.sleep(BUSY_S)
 
 
-def main(make: MakeCore) -> None:
+def load_nothing() -> None:
+    """Import no libraries ahead."""
+
+
+def main(make: MakeCore, load: Callable[[], None] = load_nothing) -> None:
     """Serve requests on standard input and output; library output goes to standard error."""
     if os.getpgrp() == os.getpid():
         # vLLM's own processes watch this one only after their start
         signal.signal(signal.SIGTERM, _end_all)
-    serve_parent(REQUESTS.decode, lambda outbox: EngineHost(outbox, make), max_frame=MAX_FRAME)
+    serve_parent(
+        REQUESTS.decode, lambda outbox: EngineHost(outbox, make, load), max_frame=MAX_FRAME
+    )
 
 
 def make_core(config: EngineConfig, *place: StagePlace) -> EngineCore:
@@ -296,9 +310,16 @@ def make_core(config: EngineConfig, *place: StagePlace) -> EngineCore:
     return VllmCore(config, *place)
 
 
+def load_vllm() -> None:
+    """Import vLLM, for an engine without batch-invariant kernels and drafts. Raises ImportError."""
+    from .vllm import load_library
+
+    load_library()
+
+
 def _end_all(_number: int, _frame: FrameType | None) -> None:
     kill_group(os.getpid())
 
 
 if __name__ == "__main__":
-    main(make_core)
+    main(make_core, load_vllm)

@@ -29,8 +29,12 @@ class ApiOptions(msgspec.Struct, frozen=True):
     """Path of the Unix socket to listen on; HostedEngine gives each engine its own."""
 
 
+class EngineImport(msgspec.Struct, frozen=True, array_like=True, tag="import"):
+    """Request to import the engine's libraries before the setup is known; has no answer."""
+
+
 class EngineSetUp(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
-    """Request to start the engine, before any other; answered by EngineDone."""
+    """Request to start the engine, before any that is answered; answered by EngineDone."""
 
     config: bytes
     """EngineConfig as JSON."""
@@ -123,7 +127,8 @@ class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 EngineRequest = (
-    EngineSetUp
+    EngineImport
+    | EngineSetUp
     | EngineCheck
     | EngineLoad
     | EngineStage

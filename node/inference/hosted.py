@@ -37,7 +37,7 @@ from .engine_replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineT
 from .handover import HostedPolicy, read_adapter_base
 from .host_messages import ApiOptions, EngineSetUp
 from .place import StagePlace, check_placed, encode_place
-from .vllm_arguments import read_shape, resolve_parallel
+from .vllm_arguments import is_installed, read_shape, resolve_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,14 @@ class HostedEngine:
         timeouts: EngineTimeouts | None = None,
         *,
         place: StagePlace | None = None,
+        ahead: EngineChild | None = None,
     ) -> None:
         """`program`: command of each process (host.py); `place`: a pipeline stage's place.
 
-        Pipeline stages are started by pipeline/hosted_stage.py.
+        Pipeline stages are started by pipeline/hosted_stage.py. `ahead` is a process of begin_ahead(), which
+        this engine uses or ends.
         """
+        self._ahead = ahead
         self._config = config
         self._title = TITLES.get(config.type, config.type)
         self._program = program
@@ -113,6 +116,7 @@ class HostedEngine:
         else:
             check_placed(whole, self._place, shape)
         environments = await asyncio.to_thread(environments_of, whole, os.environ)
+        ahead = await self._take_ahead(whole)
         self._require(STARTING)
         setup = EngineSetUp(
             config=whole.model_copy(update={"dp": 1}).model_dump_json().encode(),
@@ -131,6 +135,7 @@ class HostedEngine:
                     self._program,
                     self._timeouts,
                     self._policy,
+                    None if number else ahead,
                 )
             )
         await asyncio.gather(self._start_replicas(), self._read_base(model_dir))
@@ -254,11 +259,24 @@ class HostedEngine:
         self._fault = CLOSED
         # close the engines first: pending requests then report that the engine was closed
         await asyncio.gather(*(replica.close() for replica in self._replicas))
+        if self._ahead is not None:
+            await self._ahead.kill()
         await end_tasks(*self._pending)
         if self._sockets is not None:
             self._sockets.cleanup()
 
     # -- starting ----------------------------------------------------------------------------------
+
+    async def _take_ahead(self, whole: EngineConfig) -> EngineChild | None:
+        """Return the process that has begun, if it imported what this config needs; else end it."""
+        ahead = self._ahead
+        if ahead is None:
+            return None
+        if ahead.lost.is_set() or not imports_plainly(whole):
+            await ahead.kill()
+            return None
+        self._ahead = None
+        return ahead
 
     async def _start_replicas(self) -> None:
         try:
@@ -359,6 +377,24 @@ class HostedEngine:
         if group and replica is not None:
             self._groups[group] = replica
         return replica
+
+
+def imports_plainly(config: EngineConfig) -> bool:
+    """Return whether vLLM is imported without variables that a run decides, in one process for one engine."""
+    return config.dp == 1 and not config.batch_invariant and not config.draft_tokens
+
+
+async def begin_ahead(config: EngineConfig) -> EngineChild | None:
+    """Start the process of an engine that is made later, for its imports; None where there is nothing to gain.
+
+    Raises EngineError.
+    """
+    if config.type != "vllm" or not is_installed() or not imports_plainly(config):
+        return None
+    environment = environments_of(config, os.environ)[0]
+    ahead = EngineChild("vllm[0]", TITLES["vllm"], environment, PROGRAM, EngineTimeouts())
+    await ahead.begin()
+    return ahead
 
 
 def environments_of(config: EngineConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:

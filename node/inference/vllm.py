@@ -756,6 +756,25 @@ def _library() -> _Library:
         raise EngineError(NOT_INSTALLED) from error
 
 
+def _is_built_for_cpu() -> bool:
+    import torch
+
+    return torch.version.cuda is None and torch.version.hip is None
+
+
+def load_library(*, invariant: bool = False, drafts: bool = False) -> None:
+    """Prepare the environment, as set_environment(), and import vLLM, which reads it. Raises EngineError."""
+    import torch
+
+    cpu = _is_built_for_cpu()
+    if not cpu and "OMP_NUM_THREADS" not in os.environ:
+        # set_environment() comes too late for torch, and each small operation on tensors that are handed to a
+        # GPU would wake a thread on every core
+        torch.set_num_threads(1)
+    set_environment(cpu=cpu, invariant=invariant, drafts=drafts)
+    _library()
+
+
 def sampling_arguments(request: GenerateRequest, key: int) -> dict[str, Any]:
     """Return the arguments of SamplingParams for a request; `key` identifies it to the worker.
 
@@ -792,9 +811,7 @@ def prepare_library(
     if config.keep_kv_cache and api is not None:
         raise UsageError("engine.keep_kv_cache is for runs, not for a server: leave it out")
     check_installed()
-    import torch
-
-    cpu = torch.version.cuda is None and torch.version.hip is None
+    cpu = _is_built_for_cpu()
     check_device(config.device, cpu=cpu)
     if cpu and config.sleep_after_s:
         raise UsageError(
@@ -804,11 +821,7 @@ def prepare_library(
         os.environ[ROUTES] = ROUTES_RECORDED if proven else ROUTES_AUDITED
     if config.draft_head is not None:
         os.environ[DRAFT_HEAD] = "1"
-    if not cpu and "OMP_NUM_THREADS" not in os.environ:
-        # set_environment() comes too late for torch, and each small operation on tensors that are handed to a
-        # GPU would wake a thread on every core
-        torch.set_num_threads(1)
-    set_environment(cpu=cpu, invariant=config.batch_invariant, drafts=config.draft_tokens > 0)
+    load_library(invariant=config.batch_invariant, drafts=config.draft_tokens > 0)
     vllm = _library()
     if config.quantization == "fp8":
         import_module(f"{__package__}.vllm_fp8")  # registers it with vLLM

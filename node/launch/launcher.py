@@ -59,13 +59,15 @@ class NodeCommands:
         return [*PROGRAM, "train", *args, "--data-dir", data_dir, "--no-clean"]
 
     def worker(self, config: RunConfig, name: str) -> list[str]:
-        """Build a `join` command with the network, engine and store settings of the run."""
+        """Build a `join` command with the network, engine and store settings of the run.
+
+        It reads its ticket from standard input.
+        """
         data_dir = config.run_dir / name
         settings = write_worker_config(config, data_dir)
-        ticket = str(config.run_dir / TICKET)
         return [
             *PROGRAM,
-            *("join", "--role", "inference", "--ticket", ticket, "--data-dir", str(data_dir)),
+            *("join", "--role", "inference", "--ticket", "-", "--data-dir", str(data_dir)),
             *("@", str(settings)),
         ]
 
@@ -303,38 +305,43 @@ class Launcher:
         return ["--verification.references", json.dumps(known)] if known else []
 
     async def _work(self, trained: asyncio.Task[int]) -> None:
-        await self._ticket(trained)
-        if trained.done():
-            return
         workers = self._names()
         self._working = len(workers)
-        outcomes = await asyncio.gather(
-            *(self._supervise(name, gpus, trained) for name, gpus in workers.items())
-        )
+        ticket = asyncio.create_task(self._ticket(trained), name="ticket")
+        try:
+            *outcomes, _ = await asyncio.gather(
+                *(self._supervise(name, gpus, trained, ticket) for name, gpus in workers.items()),
+                ticket,
+            )
+        finally:
+            await end_tasks(ticket)
         if workers and not any(outcomes):
             raise EngineError(f"every worker failed; the last: {self._last_failure}")
 
-    async def _ticket(self, trained: asyncio.Task[int]) -> None:
+    async def _ticket(self, trained: asyncio.Task[int]) -> str:
+        """Return the ticket that the trainer writes; "" if it ends before. Raises EngineError."""
         path = self._config.run_dir / TICKET
         limit = self.pace.ticket
         try:
             async with asyncio.timeout(limit):
                 while True:
                     if trained.done() or _has_text(path):
-                        return
+                        return await asyncio.to_thread(_text, path)
                     await asyncio.sleep(self.pace.poll)
         except TimeoutError as error:
             raise EngineError(
                 f"the trainer wrote no ticket in {limit:.0f} s: see its log"
             ) from error
 
-    async def _supervise(self, name: str, gpus: Names | None, trained: asyncio.Task[int]) -> bool:
+    async def _supervise(
+        self, name: str, gpus: Names | None, trained: asyncio.Task[int], ticket: asyncio.Task[str]
+    ) -> bool:
         """Keep one worker running; return whether it left without a failure."""
         clock = asyncio.get_running_loop().time
         pauses, crowded = iter(self.pace.back_off), False
         while True:
             born = clock()
-            code, failure = await self._live(name, gpus, trained)
+            code, failure = await self._live(name, gpus, trained, ticket)
             if not failure:
                 self.nodes[name].note = "left"
                 return True
@@ -362,12 +369,24 @@ class Launcher:
         )
 
     async def _live(
-        self, name: str, gpus: Names | None, trained: asyncio.Task[int]
+        self, name: str, gpus: Names | None, trained: asyncio.Task[int], ticket: asyncio.Task[str]
     ) -> tuple[int, str]:
-        """Run a worker once; return its exit code, and its failure or ""."""
+        """Run a worker once; return its exit code, and its failure or "".
+
+        It loads its libraries while the trainer makes the ticket.
+        """
         environment = with_gpus(worker_environment(self._config, os.environ), gpus)
-        child = await self._start(name, self._commands.worker(self._config, name), environment)
-        code = await child.wait()
+        command = self._commands.worker(self._config, name)
+        child = await self._start(name, command, environment, fed=True)
+        ended = asyncio.create_task(child.wait(), name=name)
+        try:
+            await asyncio.wait((ended, ticket), return_when=asyncio.FIRST_COMPLETED)
+            if ticket.done():
+                text = ticket.result()
+                await (child.feed(text) if text else child.stop(self.pace.grace))
+            code = await ended
+        finally:
+            await end_tasks(ended)
         await child.stop(self.pace.grace)  # the processes that it started itself
         if code == 0 or trained.done():
             return code, ""
@@ -380,14 +399,19 @@ class Launcher:
             self._view.say(f"workers still here {self.pace.leave:g} s after the end: stopping them")
 
     async def _start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        fed: bool = False,
     ) -> LoggedProcess:
         run_dir = self._config.run_dir
         log = run_dir / LOGS / f"{name}.log"
         child = LoggedProcess(name, command, log, {**environment, **self._variables})
         self._children = [old for old in self._children if not old.ended] + [child]
         self.nodes.setdefault(name, NodeState(name, run_dir / name)).note = "running"
-        await child.start()
+        await child.start(fed=fed)
         logger.info("started %s, pid %s", name, child.pid)
         return child
 
@@ -428,3 +452,11 @@ def _has_text(path: Path) -> bool:
         return path.stat().st_size > 0
     except FileNotFoundError:
         return False
+
+
+def _text(path: Path) -> str:
+    """Read a file; "" if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""

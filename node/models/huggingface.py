@@ -744,6 +744,11 @@ def _model_class(config: Any) -> Any:
         ) from error
 
 
+def import_model(directory: Path) -> None:
+    """Import the class of a directory's model, which takes a while. Raises EngineError if there is none."""
+    _model_class(load_config(directory))
+
+
 def layers_of(causal: Any) -> "list[torch.nn.Module]":
     """List the transformer blocks of a model, in order. Raises EngineError."""
     names: set[str] = set(getattr(causal, "_no_split_modules", None) or ())

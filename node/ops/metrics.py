@@ -88,10 +88,18 @@ def _step_of(line: str) -> float:
 
 
 class PhaseClock:
-    """Count seconds by phase; phases may nest and repeat."""
+    """Count seconds by phase, which may nest and repeat; note how long a program took to start."""
 
-    def __init__(self) -> None:
+    def __init__(self, began: float | None = None) -> None:
+        """`began`: when the program was started, in seconds of time.monotonic(); None: now."""
         self.seconds: dict[str, float] = {}
+        self._began = time.monotonic() if began is None else began
+        self.moments: dict[str, float] = {}
+        """Seconds from the start of the program until it reached a moment of its own for the first time."""
+
+    def reach(self, moment: str) -> None:
+        """Note a moment, unless it was reached before."""
+        self.moments.setdefault(moment, time.monotonic() - self._began)
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:

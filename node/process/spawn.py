@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,16 @@ PR_SET_PDEATHSIG = 1
 """<linux/prctl.h>"""
 EXIT_ORPHANED = 75
 """Exit code of a process whose parent has ended."""
+
+
+def began(pid: int) -> float:
+    """Return when a process was started, in seconds of time.monotonic(); now, where /proc does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        uptime = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return time.monotonic() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.monotonic()
 
 
 class LogTail:
@@ -65,7 +76,7 @@ class LogTail:
 
 
 class LoggedProcess:
-    """A process that writes to a log file and takes no requests."""
+    """A process that writes to a log file and takes no requests, but one text as its standard input."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
@@ -86,18 +97,27 @@ class LoggedProcess:
         """Whether it has started and ended."""
         return self._process is not None and self._process.returncode is not None
 
-    async def start(self) -> None:
-        """Start it and append its output to the log."""
+    async def start(self, *, fed: bool = False) -> None:
+        """Start it and append its output to the log; `fed`: feed() gives it its standard input later."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if fed else asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 env=dict(self._environment),
                 start_new_session=True,
             )
+
+    async def feed(self, text: str) -> None:
+        """Write the standard input of a process that was started to be fed, and end it."""
+        assert self._process is not None, "start() comes first"
+        assert self._process.stdin is not None, "start(fed=True) makes it"
+        with suppress(ConnectionError):  # it has ended, which wait() tells
+            self._process.stdin.write(text.encode())
+            await self._process.stdin.drain()
+        self._process.stdin.close()
 
     async def wait(self) -> int:
         """Return its exit code; negative for the signal that killed it."""

@@ -42,6 +42,7 @@ def write(
     worked = {
         node: worker for node, worker in workers.items() if _worked(worker, reputations.get(node))
     }
+    was_evaluated = before.prompts > 0 or after.prompts == 0
     picture = config.run_dir / "reward.png"
     document = {
         "run": config.name,
@@ -50,9 +51,9 @@ def write(
         "steps": progress.step,
         "policy_version": progress.step,
         "skipped_steps": progress.skipped,
-        "exact_match_before": before.exact,
+        "exact_match_before": before.exact if was_evaluated else None,
         "exact_match_after": after.exact,
-        "reward_before": before.reward,
+        "reward_before": before.reward if was_evaluated else None,
         "reward_after": after.reward,
         "eval_prompts": after.prompts,
         "environments": _environments(config, progress, before, after),

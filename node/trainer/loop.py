@@ -157,6 +157,7 @@ class TrainerRole:
         if groups is None or not batch.samples:
             self._count_empty(groups)
             return
+        self._clock.reach("first batch")
         self.progress.late = self.progress.zero_advantage = 0
         self.progress.training = True
         await self.scheduler.work_changed()  # one batch less is waiting

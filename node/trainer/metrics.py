@@ -20,6 +20,9 @@ from .submissions import SubmissionQueue
 
 logger = logging.getLogger(__name__)
 
+FIRST_STEP = "first step"
+"""The moment that ends a start."""
+
 Line = dict[str, float | None]
 """The metrics of a step, by name."""
 
@@ -48,6 +51,8 @@ class RunMetrics:
         """Seconds that checkpoints delayed the current step."""
         self._audited_s = 0.0
         """Seconds of audits, up to the newest step."""
+        self._is_first = False
+        """Whether the newest step is the first since this program started."""
 
     def note(
         self,
@@ -60,6 +65,8 @@ class RunMetrics:
         rewards = [rollout.reward for group in groups for rollout in group.rollouts]
         progress = self._progress
         progress.step = step
+        self._is_first = FIRST_STEP not in progress.clock.moments
+        progress.clock.reach(FIRST_STEP)
         progress.reward = sum(rewards) / len(rewards)
         progress.rewards |= mean_rewards(groups)
         progress.staleness = staleness.mean
@@ -108,6 +115,7 @@ class RunMetrics:
                 for name, value in curriculum.metrics().items()
             },
             **self._demonstrations.figures(),
+            **(self._start() if self._is_first else {}),
         }
 
     def write(self, step: int, line: Line, broadcasting_s: float) -> None:
@@ -130,6 +138,19 @@ class RunMetrics:
             line.get("perf/throughput") or 0.0,
             line["time/wait_for_batch"],
         )
+
+    def _start(self) -> Line:
+        """Log how long the start took; return the same as metrics of the first step after it."""
+        moments = {name: round(at, 1) for name, at in self._progress.clock.moments.items()}
+        first_step = moments.pop(FIRST_STEP)
+        parts = ", ".join(f"{name} {at:g}" for name, at in moments.items())
+        logger.info(
+            "the first step is trained, %g s after the start (%s: seconds after it)",
+            first_step,
+            parts,
+        )
+        moments[FIRST_STEP] = first_step
+        return {f"start/{name.replace(' ', '_')}": at for name, at in moments.items()}
 
 
 def mean_rewards(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -40,6 +40,7 @@ class ControlHandler:
         self._registry = scheduler.registry
         self._services = scheduler.registry.services
         self._submissions = submissions
+        self._reach = submissions.progress.clock.reach
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
         """Answer one control request (a router handler)."""
@@ -54,15 +55,19 @@ class ControlHandler:
                 except RemoteProtocolError as error:
                     registry.turned_away.append(error.reason.value)
                     raise
+                self._reach("first worker")
             case WatchHeads():
                 return await self._services.head_server.watch(peer, stream, request)
             case GetHeads():
                 return await self._services.head_server.get(stream, request)
             case LeaseRequest():
                 reply = await self._scheduler.lease(peer, request)
+                if reply.leases:
+                    self._reach("first lease")
             case SubmitOffer():
                 registry.get(peer)
                 if await self._submissions.handle(peer, stream, request):
+                    self._reach("first rollouts")
                     registry.pipelines.worked(peer)
                 return
             case GetVerdicts():

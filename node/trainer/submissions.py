@@ -164,6 +164,7 @@ class VerificationQueue:
         self._verifying -= 1
         self._room.release()
         progress = self.progress
+        progress.clock.reach("first verdict")
         if arrived.arrival not in progress.used:
             environment, reasons = self._environment(lease), verified.reasons()
             progress.received += verified.verdict.accepted + sum(reasons.values())
@@ -407,6 +408,7 @@ class SubmissionReceiver:
         self._book = scheduler.book
         self._ledger = self._services.ledger
         self._queue = queue
+        self.progress = queue.progress
         self._boot = boot
         self._uploads = UploadReceiver()
         self._turn = asyncio.Lock()

@@ -59,6 +59,8 @@ KILL_S = 5.0
 TORCHRUN = ("-m", "torch.distributed.run")
 SHUTDOWN_S = 2
 """Time that torchrun gives ranks to end after SIGTERM."""
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+"""Environment variable with torch's directory of compiled code."""
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "GROUP_RANK": "0"}
 """Environment that torchrun would give a single rank."""
 SOCKET = "rank0"
@@ -328,7 +330,13 @@ class Command(list[str]):
 
 
 def environment(inherited: Mapping[str, str], config: TrainingConfig, ranks: int) -> dict[str, str]:
-    """Return the environment of torchrun and its ranks, or of a single rank."""
+    """Return the environment of torchrun and its ranks, or of a single rank.
+
+    What they compile is kept for the next start, also where /tmp, torch's own choice, is emptied meanwhile.
+    """
+    home = Path(os.path.expanduser("~"))
+    if os.access(home, os.W_OK):
+        inherited = {COMPILED: str(home / ".primerl" / "compiled"), **inherited}
     if is_alone(config, ranks):
         return {**inherited, **ALONE, "PYTHONSAFEPATH": "1"}
     threads = config.threads or max(1, (os.cpu_count() or 1) // ranks)

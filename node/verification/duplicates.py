@@ -19,7 +19,7 @@ Python's over single ones: time grows with the tokens, and not with how many win
 import secrets
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import log
 from typing import Any, NamedTuple
 
@@ -49,6 +49,8 @@ _PLACES = 4096
 """Most rollouts in a group (protocol/rollouts.py)."""
 _STRIDE = 256
 """Least number of entries of the log that are looked through at a time."""
+_AT_ONCE = 1 << 15
+"""Most tokens of texts, padded to the longest of them, that are looked up at once."""
 _NAME_BYTES = 8
 """Bytes of a node's id that are kept, to name it."""
 
@@ -70,15 +72,15 @@ class Owner(NamedTuple):
 class CopyDetector:
     """Store of recently verified rollouts' texts, with the first sender of each.
 
-    Takes WINDOW_BYTES for each of `max_windows`, a power of two, and up to 200 bytes for each token of a
-    rollout while it is checked. Threads may share it: they take turns, one rollout at a time.
+    Takes WINDOW_BYTES for each of `max_windows`, a power of two, and up to 200 bytes for each token that is
+    looked up at once: _AT_ONCE, or a longer rollout. Threads may share it: they take turns.
     """
 
     def __init__(self, max_windows: int = MAX_WINDOWS, *, secret: bytes | None = None) -> None:
         """`secret` decides the hashes; by default it is drawn."""
         self.hashes = WindowHashes(secrets.token_bytes(32) if secret is None else secret)
         self._windows = _Index(max_windows)
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -96,7 +98,7 @@ class CopyDetector:
         `top_p` is that of its environment. Call it once for each rollout that passed the cheap checks;
         repeating a call is harmless. Takes some milliseconds for 16,384 tokens: not for an event loop.
         """
-        owner = Owner(arrival, rollout.group * _PLACES + rollout.index, node)
+        owner = Owner(arrival, _place(rollout), node)
         with self._turn:
             earlier = _Earlier()
             texts = [self._find(branch, top_p, owner, earlier) for branch in rollout.branches]
@@ -110,6 +112,59 @@ class CopyDetector:
                 )
             for keys in texts:
                 self._windows.store(keys, owner)
+
+    def check_all(
+        self, arrival: int, node: bytes, rollouts: Sequence[CheckedRollout], *, top_p: float = 1.0
+    ) -> list[Rejected | None]:
+        """Check rollouts in order, as check() does one; return the fault of each copy, None for the others.
+
+        A call of numpy takes as long as some hundred tokens. So rollouts of which nothing was received before,
+        as almost all, are looked up and stored together, and check() sees the others.
+        """
+        faults: list[Rejected | None] = []
+        for part in _parts(rollouts):
+            with self._turn:
+                faults += self._check_part(arrival, node, part, top_p)
+        return faults
+
+    def _check_part(
+        self, arrival: int, node: bytes, rollouts: Sequence[CheckedRollout], top_p: float
+    ) -> list[Rejected | None]:
+        texts = _Texts([branch for rollout in rollouts for branch in rollout.branches], top_p)
+        windows = texts.windows(self.hashes)
+        counts = [len(rollout.branches) for rollout in rollouts]
+        owners = np.repeat(np.arange(len(rollouts)), counts)[windows.texts]
+        places = np.array([_place(rollout) for rollout in rollouts], np.int32)
+        stored = windows.aligned
+        faults: list[Rejected | None] = [None] * len(rollouts)
+        begin = 0
+        for number in [*self._known(windows, owners), len(rollouts)]:
+            new = stored[(owners[stored] >= begin) & (owners[stored] < number)]
+            if len(new):
+                owner = Owner(arrival, 0, node)
+                self._windows.store(windows.keys[new], owner, places[owners[new]])
+            if number < len(rollouts):
+                try:
+                    self.check(arrival, node, rollouts[number], top_p=top_p)
+                except Rejected as fault:
+                    faults[number] = fault
+            begin = number + 1
+        return faults
+
+    def _known(self, windows: "_Windows", owners: Counts) -> list[int]:
+        """List the rollouts with a window that is stored, or will be for one before it here, ascending.
+
+        `owners` are the rollouts of the windows.
+        """
+        known = owners[self._windows.find(windows.keys)[0]]
+        stored, first = np.unique(windows.keys[windows.aligned], return_index=True)
+        if len(stored):
+            # the first of equal keys is of the first rollout, as windows are in order of rollouts
+            firsts = owners[windows.aligned][first]
+            at = np.minimum(np.searchsorted(stored, windows.keys), len(stored) - 1)
+            repeated = (stored[at] == windows.keys) & (firsts[at] < owners)
+            known = np.concatenate([known, owners[repeated]])
+        return np.unique(known).tolist()
 
     def _find(self, branch: Branch, top_p: float, owner: Owner, earlier: "_Earlier") -> Keys:
         """Add the tokens of a branch that were received earlier, each once; return the keys to store.
@@ -186,13 +241,16 @@ class WindowHashes:
         self._keys = numbers.reshape(doublings, 3, 2, 1)
 
     def sliding(self, tokens: NDArray[np.uint32]) -> Iterator[tuple[int, Keys]]:
-        """Yield (size, hashes of the windows at every offset), the smallest windows first."""
+        """Yield (size, hashes of the windows at every offset), the smallest windows first.
+
+        `tokens` are a text, or several as rows.
+        """
         lanes = np.stack([tokens.astype(np.uint64)] * 2)
         half = 1
-        for first, second, third in self._keys:
-            if 2 * half > len(tokens):
+        for first, second, third in self._keys.reshape(*self._keys.shape[:3], *[1] * tokens.ndim):
+            if 2 * half > tokens.shape[-1]:
                 return
-            left, right = lanes[:, :-half] * first, lanes[:, half:] * second
+            left, right = lanes[..., :-half] * first, lanes[..., half:] * second
             left += right
             left += third
             left >>= np.uint64(32)
@@ -214,8 +272,7 @@ class _Text:
         # numpy takes several times as long to read a list as an array does
         self.tokens = np.frombuffer(array("I", branch.token_ids), np.uint32)[sampled]
         nats = -np.frombuffer(array("d", branch.logprobs))[sampled]
-        nats = np.clip(np.where(np.isnan(nats), 0.0, nats) + log(top_p), 0.0, _MOST_SURPRISE)
-        self._nats = _running(nats)
+        self._nats = _running(_surprise(nats, log(top_p)))
         self._hashes = hashes
 
     def windows(self) -> Iterator[tuple[int, Counts, Keys]]:
@@ -231,6 +288,67 @@ class _Text:
 
     def _surprising(self, size: int) -> Counts:
         return np.flatnonzero(self._nats[size:] - self._nats[:-size] >= SURPRISE)
+
+
+class _Windows(NamedTuple):
+    """Windows of several texts that count, in order of the texts."""
+
+    keys: Keys
+    texts: Counts
+    """Number of the text of each."""
+    aligned: Counts
+    """Those that are stored, ascending."""
+
+
+class _Texts:
+    """Sampled tokens of several branches as rows, each as long as the longest."""
+
+    def __init__(self, branches: Sequence[Branch], top_p: float) -> None:
+        sampled = [bytes(branch.sampled) for branch in branches]
+        ids, logprobs = array("I"), array("d")
+        for branch in branches:
+            ids.fromlist(branch.token_ids)
+            logprobs.fromlist(branch.logprobs)
+        mask = np.frombuffer(b"".join(sampled), np.bool_)
+        self._lengths = np.array([flags.count(1) for flags in sampled], np.int64)
+        longest = int(self._lengths.max(initial=0))
+        there = np.arange(longest) < self._lengths[:, None]
+        self._tokens = np.zeros(there.shape, np.uint32)
+        self._tokens[there] = np.frombuffer(ids, np.uint32)[mask]
+        logs = np.repeat([0.0 if b.support else log(top_p) for b in branches], self._lengths)
+        nats = np.zeros((len(branches), longest + 1))
+        nats[:, 1:][there] = _surprise(-np.frombuffer(logprobs)[mask], logs)
+        self._nats = np.cumsum(nats, axis=1)
+
+    def windows(self, hashes: WindowHashes) -> _Windows:
+        """Return the windows of all texts: the smallest of each first, as _Text.windows() has them."""
+        keys, texts, aligned = (
+            [np.zeros(0, np.uint64)],
+            [np.zeros(0, np.int64)],
+            [np.zeros(0, bool)],
+        )
+        for size, hashed in hashes.sliding(self._tokens):
+            counts = self._nats[:, size:] - self._nats[:, :-size] >= SURPRISE
+            counts &= np.arange(counts.shape[1]) <= self._lengths[:, None] - size
+            rows, starts = np.nonzero(counts)
+            keys.append(hashed[rows, starts])
+            texts.append(rows)
+            aligned.append(starts % size == 0)
+        whole = [
+            row
+            for row, length in enumerate(self._lengths.tolist())
+            if length and length not in SIZES and self._nats[row, length] >= SURPRISE
+        ]
+        keys += [hashes.whole(self._tokens[row, : self._lengths[row]]) for row in whole]
+        texts.append(np.array(whole, np.int64))
+        aligned.append(np.ones(len(whole), bool))
+        rows = np.concatenate(texts)
+        order = np.argsort(rows, kind="stable")
+        return _Windows(
+            np.concatenate(keys)[order],
+            rows[order],
+            np.flatnonzero(np.concatenate(aligned)[order]),
+        )
 
 
 class _Index:
@@ -333,9 +451,13 @@ class _Index:
         self._logged[rows] = np.arange(self._log_end, end)
         self._log_end = end
 
-    def store(self, keys: Keys, owner: Owner) -> None:
-        """Store keys for an owner, unless they are stored for one that came before; drop the oldest rows."""
-        keys = keys[np.sort(np.unique(keys, return_index=True)[1])]
+    def store(self, keys: Keys, owner: Owner, own_places: Rows | None = None) -> None:
+        """Store keys for an owner, unless they are stored for one that came before; drop the oldest rows.
+
+        `own_places` replace the owner's for each key, where none of them is stored.
+        """
+        first = np.sort(np.unique(keys, return_index=True)[1])
+        keys = keys[first]
         places, rows = self.find(keys)
         after = self.is_after(rows, owner)
         theirs = np.full(len(keys), -1, np.int32)
@@ -349,7 +471,8 @@ class _Index:
         self.touch(theirs[mine & ~new])
         theirs[new] = self._free(int(new.sum()))
         rows = theirs[mine]
-        self._arrivals[rows], self._places[rows] = owner.arrival, owner.place
+        self._arrivals[rows] = owner.arrival
+        self._places[rows] = owner.place if own_places is None else own_places[first][mine]
         name = owner.node[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
         self._nodes[rows] = np.frombuffer(name, np.uint8)
         self._link(theirs[new], keys[new])
@@ -407,6 +530,30 @@ class _Index:
             after, heads = self._next[these], before < 0
             self._heads[buckets[heads]] = after[heads]
             self._next[before[~heads]] = after[~heads]
+
+
+def _place(rollout: CheckedRollout) -> int:
+    """Number a rollout within its arrival."""
+    return rollout.group * _PLACES + rollout.index
+
+
+def _parts(rollouts: Sequence[CheckedRollout]) -> Iterator[list[CheckedRollout]]:
+    """Divide rollouts, in order, such that the branches of a part make _AT_ONCE tokens at most, padded."""
+    part, branches, longest = list[CheckedRollout](), 0, 0
+    for rollout in rollouts:
+        lengths = [len(branch.token_ids) for branch in rollout.branches]
+        longest, branches = max([longest, *lengths]), branches + len(lengths)
+        if part and branches * longest > _AT_ONCE:
+            yield part
+            part, branches, longest = [], len(lengths), max(lengths, default=0)
+        part.append(rollout)
+    if part:
+        yield part
+
+
+def _surprise(nats: NDArray[np.float64], log_top_p: Any) -> NDArray[np.float64]:
+    """Return what counts of tokens' surprise; `log_top_p` lowers it under a top-p."""
+    return np.clip(np.where(np.isnan(nats), 0.0, nats) + log_top_p, 0.0, _MOST_SURPRISE)
 
 
 def _running(values: NDArray[Any]) -> NDArray[Any]:

@@ -22,6 +22,7 @@ from ..inference.handover import shared_file
 from ..models.model_files import vocab_size
 from ..process.child_process import ChildProcess
 from ..process.spawn import PARENT_VARIABLE
+from ..tasks import end_tasks
 from ..weights.state import State
 from ..weights.state_history import WHOLE
 from .audit_process import (
@@ -137,12 +138,16 @@ class HfAuditor:
         threads: int = 0,
         program: Sequence[str] = PROGRAM,
         dtype: Literal["", "float32"] = "",
+        ahead: bool = False,
     ) -> None:
         """Take the config; `timeout_s` is for a portion of an audit.
 
-        `threads` of torch, 0 leaves its choice. `dtype` to compute in; empty: the run's.
+        `threads` of torch, 0 leaves its choice. `dtype` to compute in; empty: the run's. `ahead`: start()
+        begins to start the process, which the first audit needs.
         """
         self._dtype = dtype
+        self._ahead = ahead
+        self._warming: asyncio.Task[None] | None = None
         self._config = config
         self._timeout_s = timeout_s
         self._threads = threads
@@ -162,7 +167,7 @@ class HfAuditor:
         return self._running[0].pid if self._running else None
 
     async def start(self, model_dir: Path, run: RunManifest) -> None:
-        """See Auditor. The process starts with the first audit."""
+        """See Auditor. The process starts with the first audit, or in the background."""
         if self._setup is not None:
             raise EngineError("the auditor was started before: make another one")
         if run.proofs.numerics == "exact":
@@ -179,6 +184,8 @@ class HfAuditor:
         self._setup = AuditSetUp(terms, self._threads)
         # up to the number that the trainer holds whole: older ones are handed over again when they are needed
         self._most_states = min(audited_versions(run.limits.max_off_policy_steps), WHOLE + 1)
+        if self._ahead:
+            self._warming = asyncio.create_task(self._warm_up(), name="auditor start")
 
     async def audit(
         self,
@@ -217,6 +224,7 @@ class HfAuditor:
     async def close(self) -> None:
         """See Auditor. A running audit ends with an EngineError."""
         self._closed = True
+        await end_tasks(self._warming)
         if self._running is not None:
             await self._running[0].kill()
         async with self._busy:
@@ -251,6 +259,14 @@ class HfAuditor:
         except BaseException:  # also when cancelled: the process would go on
             await self._drop()
             raise
+
+    async def _warm_up(self) -> None:
+        """Start the process ahead of the first audit, which tries again if that fails."""
+        try:
+            async with self._busy:
+                await self._process()
+        except EngineError as error:
+            logger.warning("the process that audits does not start: %s", error)
 
     async def _process(self) -> tuple[AuditChild, HeldStates]:
         """Return a process that is set up. Raises EngineError if there can be none."""

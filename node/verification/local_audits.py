@@ -36,7 +36,7 @@ BATCH_TOKENS = 2**18
 PAUSE_PER_LOAD = 2.0
 """Seconds of waiting for each second in which the last batch loaded versions."""
 MAX_PAUSE_S = 10.0
-LOOK_S = 0.1
+LOOK_S = 0.02
 """Interval of the looks whether audits may still wait."""
 
 MOST_DEADLY = 4
@@ -64,16 +64,17 @@ class LocalAudits:
         auditor: Auditor,
         clock: PhaseClock | None = None,
         *,
-        may_wait: Callable[[], bool] = lambda: False,
+        patience_s: Callable[[], float] = lambda: 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the auditor; `clock` counts the seconds of audits as phase "audit".
 
-        Audits wait for others only while `may_wait` returns True: by default never.
+        An audit waits for others as long as `patience_s` says at most, which may change meanwhile: by default
+        not at all.
         """
         self._auditor = auditor
         self._clock = clock or PhaseClock()
-        self._may_wait = may_wait
+        self._patience_s = patience_s
         self._now = now
         self._calls: list[_Call] = []
         """Audits without an answer, in order of arrival."""
@@ -126,7 +127,8 @@ class LocalAudits:
 
     async def _gather(self) -> None:
         """Wait for more audits, as long as that pays."""
-        while (left := self._pause_until - self._now()) > 0 and self._may_wait():
+        began = self._now()
+        while (left := min(self._pause_until, began + self._patience_s()) - self._now()) > 0:
             tokens = sum(call.tokens for call in self._calls)
             if len(self._calls) >= ENOUGH_AUDITS or tokens >= BATCH_TOKENS or self._closed:
                 return

@@ -143,7 +143,7 @@ class PrefillAudit:
         """
         if threads:
             torch.set_num_threads(threads)
-        huggingface.load_config(self._model_dir)
+        huggingface.import_model(self._model_dir)
         if self._terms.adapters is not None:
             self._base = read_base(self._model_dir, self._terms.base_state)
         device = self._terms.device

@@ -354,7 +354,8 @@ class Verifier:
         arrival, originals = work.arrival, list[RescoredRollout]()
 
         def look(portion: Sequence[RescoredRollout]) -> list[Rejected | None]:
-            return [self._fault_of_copy(arrival, scored.rollout, top_p) for scored in portion]
+            rollouts = [scored.rollout for scored in portion]
+            return self._copies.check_all(arrival.number, arrival.node, rollouts, top_p=top_p)
 
         for portion in _portions(work.passed):
             # a verification that is cancelled leaves its thread at most this portion
@@ -365,15 +366,6 @@ class Verifier:
                 else:
                     work.reject(scored.rollout, fault.reason, fault.detail)
         return originals
-
-    def _fault_of_copy(
-        self, arrival: ReceivedSubmission, rollout: CheckedRollout, top_p: float
-    ) -> Rejected | None:
-        try:
-            self._copies.check(arrival.number, arrival.node, rollout, top_p=top_p)
-        except Rejected as fault:
-            return fault
-        return None
 
     async def _score_all(self, work: PendingVerdict) -> None:
         """Score rollouts, several at a time, and reject those with another reward than claimed."""

@@ -183,6 +183,7 @@ def figures(directory: Path, wall: float, watch: Watch) -> dict[str, Any]:
     return {
         "wall_s": wall,
         "seconds": seconds,
+        "start": {key[6:]: value for key, value in lines[0].items() if key.startswith("start/")},
         "steps": summary["steps"],
         "rollouts": summary["accepted"],
         "rejected": summary["rejected"],
@@ -242,6 +243,7 @@ def show(found: dict[str, Any]) -> None:
     rows = [
         ("wall time, all", f"{found['wall_s']:.0f} s"),
         *((f"  {name}", f"{value:.1f} s") for name, value in found["seconds"].items()),
+        *((f"from the start to: {name}", f"{at:.1f} s") for name, at in found["start"].items()),
         (
             "steps, rollouts",
             f"{found['steps']}, {found['rollouts']} (rejected {found['rejected']})",

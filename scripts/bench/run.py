@@ -487,6 +487,11 @@ def compare(
         "rejected": float(lines[-1]["rollouts/rejected"]),
         "mismatch KL": fmean(line["mismatch_kl/all/mean"] for line in lines),
         "first step after, s": whole["lines"][0]["time"] - whole["began"],
+        **{
+            f"from the start to {key[6:]}, s": value
+            for key, value in whole["lines"][0].items()
+            if key.startswith("start/")
+        },
         "reply, mean tokens": tokens / sum(line["batch/samples"] for line in lines),
     }
     if synchronous:

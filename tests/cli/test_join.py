@@ -1,5 +1,6 @@
 """`join`: the ticket that is given, and the environment that a run wants to run here."""
 
+import asyncio
 import io
 import json
 import os
@@ -11,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from primerl.cli.join import asked, ticket_text, with_allowed, with_checked_ticket
+from primerl.cli.join import (
+    asked,
+    is_pipe,
+    piped_text,
+    ticket_text,
+    with_allowed,
+    with_checked_ticket,
+)
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.tickets import remember, run_directory
 from primerl.node.config.run import JoinConfig
@@ -31,6 +39,23 @@ def ticket(*, expires_in: int = 3600) -> str:
     now = int(time.time())
     body = Ticket(bytes(32), KEY.node_id, ("127.0.0.1:1",), (), now, now + expires_in)
     return issue(KEY, body)
+
+
+async def test_a_piped_ticket_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for parts, said in (([b"primerl1", b"-x\n"], "primerl1-x"), ([b"\n"], "")):
+        mine, theirs = socket.socketpair()
+        monkeypatch.setattr(sys, "stdin", theirs.makefile("r"))
+        assert is_pipe(theirs.fileno())
+        reading = asyncio.create_task(piped_text(100))
+        for part in parts:
+            await asyncio.get_running_loop().run_in_executor(None, mine.sendall, part)
+        mine.close()
+        if said:
+            assert await reading == said
+        else:
+            with pytest.raises(TicketError, match="standard input holds no ticket"):
+                await reading
+        theirs.close()
 
 
 def test_a_good_ticket_passes_as_text_out_of_a_file_and_through_a_pipe(

@@ -57,6 +57,25 @@ async def test_the_strings_that_end_replies_are_found_outside_of_the_process(
         await environment.close()
 
 
+async def test_a_request_that_comes_while_the_process_starts_waits_for_it(tmp_path: Path) -> None:
+    environment = HostedEnvironment(
+        EnvironmentConfig(id="moody", args={"moods": "good"}),
+        model_dir=None,
+        seed=0,
+        max_tokens=16,
+        temperature=1.0,
+        program=(sys.executable, fake.__file__),
+    )
+    starting = asyncio.create_task(environment.start())
+    try:
+        await asyncio.sleep(0)
+        assert (await environment.task(0)).index == 0
+        assert starting.done()
+    finally:
+        await starting
+        await environment.close()
+
+
 @pytest.mark.slow
 async def test_an_ordinary_endless_taskset_is_played_warmed_up_and_held_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,15 +4,18 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from inspect import Signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field
 from support.chat_model import COMPACT, IM_END, THINKING, UNDEFINED, USER, make_chat_model
 from support.counting_environment import shown_reply
 
 from primerl.node.config.chat_api import JudgeConfig
 from primerl.node.config.run import EnvironmentConfig
+from primerl.node.environments.chat import ChatFormat
 from primerl.node.environments.environment import (
     AgentScore,
     Environment,
@@ -207,6 +210,63 @@ async def test_the_short_way_and_the_librarys_own_end_in_the_same_episode(
     assert episode.error == ""
     assert await long.run(task, policy) == episode
     assert await long.score(task, episode.branches) == episode.score
+
+
+async def test_the_opening_prompt_of_a_task_is_made_once_for_all_its_rollouts(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    prompt = ChatFormat.prompt
+
+    def noted(chat: ChatFormat, messages: Sequence[Any], tools: Sequence[Any] = ()) -> list[int]:
+        made.append(messages[-1]["content"])
+        return prompt(chat, messages, tools)
+
+    monkeypatch.setattr(ChatFormat, "prompt", noted)
+    environment = await start("alphabet-sort", max_turns=1)
+    task = await environment.task(3)
+    opening, before = await environment.prompt(task), len(made)
+    for _ in range(2):
+        episode = await environment.run(task, says_nothing)
+        assert await environment.score(task, episode.branches) == episode.score
+        assert episode.branches[0].token_ids[: len(opening)] == opening
+    assert len(made) == before
+
+
+async def says_nothing(prompt: Sequence[int], turn: int) -> Completion:
+    del prompt, turn
+    return Completion([IM_END], [-1.0], "stop", 0, 0)
+
+
+async def test_a_default_factory_is_inspected_once_and_gets_what_it_takes(start: Start) -> None:
+    class Zero:
+        inspected = 0
+
+        @property
+        def __signature__(self) -> Signature:
+            Zero.inspected += 1
+            return Signature()
+
+        def __call__(self) -> int:
+            return 0
+
+    class Two(list[int]):
+        """A factory that cannot be hashed."""
+
+        def __call__(self) -> int:
+            return 2
+
+    class Message(BaseModel):
+        zero: int = Field(default_factory=Zero())
+        one: int = Field(default_factory=lambda data: data["zero"] + 1)
+        two: int = Field(default_factory=Two())
+
+    await start("reverse-text")
+    inspected = Zero.inspected
+    for _ in range(3):
+        made = Message.model_construct()
+        assert (made.zero, made.one, made.two) == (0, 1, 2)
+    assert Zero.inspected <= inspected + 1
 
 
 async def test_a_finite_taskset_starts_over_and_is_dealt_into_two_splits(start: Start) -> None:

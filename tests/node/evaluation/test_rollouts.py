@@ -3,18 +3,18 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from support.counting_environment import STOP, CountingEnvironment
 from support.scripted_engine import ScriptedEngine
 
-from primerl.node.app.trainer import open_eval_tasks
+from primerl.node.app.trainer import eval_tasks
 from primerl.node.config.evaluation import EvalConfig
 from primerl.node.config.run import EvaluatedEnvironment, RunConfig
 from primerl.node.environments.environment import Environment, EnvironmentFailed, Split, Task
@@ -37,7 +37,7 @@ from primerl.node.evaluation.evaluator import (
 )
 from primerl.node.evaluation.statistics import summarize
 from primerl.node.inference.engine import Completion, GenerateRequest
-from primerl.node.weights.state import State
+from primerl.node.weights.state import State, Tensor
 
 NOTHING: State = {}
 
@@ -275,7 +275,7 @@ async def test_a_cell_that_failed_whole_or_was_sampled_otherwise_is_measured_aga
         assert measured == times
 
 
-async def test_beside_training_all_tasks_are_measured_of_environments_that_it_does_not_use(
+def test_beside_training_all_tasks_are_measured_of_environments_that_it_does_not_use(
     tmp_path: Path,
 ) -> None:
     config = RunConfig.model_validate(
@@ -288,8 +288,7 @@ async def test_beside_training_all_tasks_are_measured_of_environments_that_it_do
         }
     )
     factories: Any = SimpleNamespace(environment=lambda *_: CountingEnvironment())  # pyright: ignore[reportUnknownLambdaType]
-    async with AsyncExitStack() as stack:
-        tasks = await open_eval_tasks(config, factories, [], tmp_path, stack)
+    tasks = eval_tasks(config, factories, [], tmp_path)
     assert [(task.split, task.prompts) for task in tasks] == [("eval", 64), ("all", -1)]
 
 
@@ -416,12 +415,13 @@ async def test_two_evaluations_of_one_engine_take_turns() -> None:
     await engine.start(Path())
     environment = CountingEnvironment()
     evaluator = Evaluator(engine, EvalSampling(4, 1.0, (STOP,)))
-    eval_tasks = [EvalTask("a", environment, 3, 2), EvalTask("b", environment, 5, 1)]
+    own = [EvalTask("a", environment, 3, 2), EvalTask("b", environment, 5, 1)]
+    another: State = {"w": Tensor("BF16", (1,), np.zeros(1, "<u2"))}
     before, found = await asyncio.gather(
         evaluator.evaluate(
             NOTHING, [EvalTask("a", environment, 4, 1)], split="eval", first=0, seed=0
         ),
-        evaluator.evaluate_tasks(NOTHING, eval_tasks, seed=0),
+        evaluator.evaluate_tasks(another, own, seed=0),
     )
     assert (before.prompts, before.exact, before.reward) == (4, 1.0, 1.0)  # load 1 says n + 1
     assert {name: len(rollouts) for name, rollouts in found.items()} == {"a": 6, "b": 5}

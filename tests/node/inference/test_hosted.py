@@ -22,7 +22,7 @@ from support.waiting import until
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, EngineLost, UsageError
 from primerl.node.inference.engine import GenerateRequest
-from primerl.node.inference.engine_replica import EngineTimeouts
+from primerl.node.inference.engine_replica import EngineChild, EngineTimeouts
 from primerl.node.inference.host_messages import ApiOptions
 from primerl.node.inference.hosted import HostedEngine, environments_of
 from primerl.node.weights.state import State, Tensor
@@ -112,6 +112,48 @@ async def lost(engine: HostedEngine, call: Awaitable[Any]) -> str:
     await until(lambda: engine.stats().restarts == before + 1)
     assert engine.stats().fault == ""
     return str(caught.value)
+
+
+async def begun() -> EngineChild:
+    """A process that is ahead of its engine."""
+    ahead = EngineChild("fake", "vLLM", dict(os.environ), PROGRAM, TIMEOUTS)
+    await ahead.begin()
+    return ahead
+
+
+async def test_a_process_that_is_ahead_becomes_the_first_engine(model_dir: Path) -> None:
+    ahead = await begun()
+    engine = HostedEngine(config(), PROGRAM, TIMEOUTS, ahead=ahead)
+    try:
+        await engine.start(model_dir)
+        await engine.load(0, state(1, 2, 3))
+        assert engine.pids == [ahead.pid]
+        assert await weights(engine) == [1, 2, 3]
+    finally:
+        await engine.close()
+    assert ahead.pid is not None
+    assert not psutil.pid_exists(ahead.pid)
+
+
+async def test_a_process_that_is_ahead_ends_where_another_one_is_needed(model_dir: Path) -> None:
+    """Variables of batch-invariant kernels have to be set before vLLM is imported."""
+    ahead = await begun()
+    exact = config().model_copy(update={"batch_invariant": True})
+    engine = HostedEngine(exact, PROGRAM, TIMEOUTS, ahead=ahead)
+    try:
+        await engine.start(model_dir)
+        assert ahead.pid not in engine.pids
+        assert ahead.pid is not None
+        assert not psutil.pid_exists(ahead.pid)
+    finally:
+        await engine.close()
+
+
+async def test_a_process_that_is_ahead_ends_with_an_engine_that_never_started() -> None:
+    ahead = await begun()
+    await HostedEngine(config(), PROGRAM, TIMEOUTS, ahead=ahead).close()
+    assert ahead.pid is not None
+    assert not psutil.pid_exists(ahead.pid)
 
 
 async def test_weights_are_loaded_updated_and_refused_and_requests_fail_alone(

@@ -167,15 +167,36 @@ async def test_a_run_with_fixed_bounds_gets_no_ids_of_workers(
     assert called.args == []
 
 
-async def test_workers_start_only_when_there_is_a_ticket(config: RunConfig, view: Notes) -> None:
-    worker = "open(run + '/seen', 'a').write(open(run + '/ticket.txt').read())"
+async def test_workers_start_with_the_trainer_and_are_given_its_ticket_once_it_is_there(
+    config: RunConfig, view: Notes
+) -> None:
+    worker = "open(run + '/up', 'a').write('x')\nopen(run + '/given', 'a').write(sys.stdin.read())"
     claim(config.run_dir)
     (config.run_dir / "ticket.txt").write_text("OLD")
-    trainer = f"time.sleep(0.3)\n{TICKET}seen = run + '/seen'\n" + (
-        "while not os.path.exists(seen) or os.path.getsize(seen) < 2: time.sleep(0.02)"
+    trainer = (
+        "def size(name): return os.path.exists(run + name) and os.path.getsize(run + name)\n"
+        "while size('/up') < 2: time.sleep(0.02)\n"
+        f"{TICKET}while size('/given') < 2: time.sleep(0.02)"
     )
     await launch(config, [], view=view, commands=Programs(trainer, worker), pace=QUICK)
-    assert (config.run_dir / "seen").read_text() == "TT"
+    assert (config.run_dir / "given").read_text() == "TT"
+
+
+async def test_workers_that_wait_for_a_ticket_end_with_a_trainer_that_makes_none(
+    config: RunConfig, view: Notes
+) -> None:
+    worker = (
+        "open(run + '/up', 'a').write('x')\n"
+        "given = sys.stdin.read()\n"
+        "open(run + '/given', 'a').write(given)"
+    )
+    trainer = (
+        "up = run + '/up'\n"
+        "while not os.path.exists(up) or os.path.getsize(up) < 2: time.sleep(0.02)"
+    )
+    await launch(config, [], view=view, commands=Programs(trainer, worker), pace=QUICK)
+    assert not (config.run_dir / "given").exists()
+    assert not any(map(alive, pids(config)))
 
 
 async def test_a_failed_trainer_ends_everything_with_its_own_error(

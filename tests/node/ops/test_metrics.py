@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from primerl.node.ops.metrics import (
     STILL_S,
     EventLoopMonitor,
     MetricsLog,
+    PhaseClock,
     StallDetector,
     scene,
     where,
 )
+from primerl.node.process.spawn import began
 
 LINE = {"time": 5.0, "loss/mean": 0.5}
 """Of step 2, as its checkpoint has it."""
@@ -140,3 +143,13 @@ def test_a_stalled_loop_is_reported_with_the_stacks_of_its_thread_and_others() -
     assert words.count("test_metrics.py") == 2
     assert "beside it" in words
     assert where(None, 1) == "its thread has ended"
+
+
+def test_a_moment_counts_from_the_start_of_the_program_and_the_first_time_only() -> None:
+    clock = PhaseClock(began(os.getpid()))
+    clock.reach("ticket")
+    first = clock.moments["ticket"]
+    clock.reach("ticket")
+    assert clock.moments == {"ticket": first}
+    assert 0.0 < first < time.monotonic()
+    assert began(os.getppid()) <= began(os.getpid())

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from support import fake_rank as fake
@@ -20,6 +21,7 @@ from support import fake_rank as fake
 from primerl.node.config.training import FsdpConfig, TrainingConfig
 from primerl.node.errors import EngineError, RankFailed, UsageError
 from primerl.node.training.rank_group import (
+    COMPILED,
     FailureAttribution,
     RankGroup,
     command,
@@ -239,6 +241,11 @@ def test_the_command_for_other_machines_holds_no_secret_and_nothing_of_this_mach
         "--node-rank NODE --master-addr 127.0.0.1 --master-port 29500 --rdzv-conf timeout=600 "
         "-m primerl.node.training.rank"
     )
+
+
+def test_what_ranks_compile_is_kept_at_home_unless_the_operator_names_another_place() -> None:
+    assert environment({}, CONFIG, 1)[COMPILED] == f"{Path.home()}/.primerl/compiled"
+    assert environment({COMPILED: "/own"}, CONFIG, 2)[COMPILED] == "/own"
 
 
 def test_ranks_of_one_machine_listen_to_no_other_machine() -> None:

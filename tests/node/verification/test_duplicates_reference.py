@@ -164,6 +164,34 @@ def test_the_same_copies_are_found_of_the_same_senders(windows: int, seed: int) 
     assert copies or windows < 200
 
 
+@pytest.mark.parametrize("windows", [3, 40, 1 << 14])
+@pytest.mark.parametrize("seed", range(8))
+def test_rollouts_that_are_checked_together_are_found_as_one_after_the_other(
+    windows: int, seed: int
+) -> None:
+    random = np.random.default_rng([seed, windows, 1])
+    together, alone = (CopyDetector(windows, secret=bytes([seed])) for _ in range(2))
+    pool: list[Text] = []
+    copies = originals = 0
+    for number in range(20):
+        rollouts: list[CheckedRollout] = []
+        for place in random.permutation(int(random.integers(0, 12))).tolist():
+            texts = [next_text(random, pool) for _ in range(int(random.choice([0, 1, 1, 1, 3])))]
+            pool += texts if random.random() < 0.7 else []
+            branches = [branch(random, text) for text in texts]
+            rollouts.append(CheckedRollout(place % 3, place, branches, 0.0))
+        arrival = number + int(random.integers(0, 3))
+        node, top_p = NODES[arrival % len(NODES)], float(random.choice([1.0, 1.0, 0.9, 0.1]))
+        expected = [verdict(alone, arrival, node, rollout, top_p) for rollout in rollouts]
+        faults = together.check_all(arrival, node, rollouts, top_p=top_p)
+        assert ["" if fault is None else str(fault) for fault in faults] == expected
+        assert len(together) == len(alone)
+        copies += sum(map(bool, expected))
+        originals += sum(not fault for fault in expected)
+    assert originals
+    assert copies or windows < 200
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("offset", [0, 1, 17])
 def test_a_part_of_each_size_is_found_as_before(size: int, offset: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from support import fake_audit_process as fake
 from support.auditor_cases import make_case, make_run, measured
 from support.engine_cases import FP32
-from support.waiting import alive
+from support.waiting import alive, until
 
 from primerl.node.errors import EngineError
 from primerl.node.verification import local_audits
@@ -57,6 +57,22 @@ async def test_one_process_serves_many_audits_and_starts_with_the_first(auditor:
     second = await auditor.audit([item(fake.FINE, 4)], STATES)
     assert marks(first + second) == [3.0, 4.0]
     assert {one.tokens for one in first + second if isinstance(one, Measured)} == {auditor.pid}
+
+
+async def test_an_auditor_that_starts_ahead_has_its_process_before_the_first_audit(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    auditor = HfAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM, ahead=True)
+    try:
+        await auditor.start(tmp_path, make_run("float32"))
+        await until(lambda: auditor.pid is not None)
+        ahead = auditor.pid
+        await auditor.audit([item(fake.FINE, 3)], STATES)
+        assert auditor.pid == ahead
+    finally:
+        await auditor.close()
+    assert auditor.pid is None
 
 
 @pytest.mark.parametrize("deadly", DEADLY)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ async def loaded(load_s: float, service: LocalAudits, auditor: Auditor) -> None:
 
 async def test_after_versions_were_loaded_an_audit_waits_until_there_are_enough() -> None:
     auditor = Auditor()
-    service = LocalAudits(auditor, may_wait=lambda: True)
+    service = LocalAudits(auditor, patience_s=lambda: inf)
     await loaded(1e3, service, auditor)
     tasks = await begun(service, *map(plain, range(1, ENOUGH_AUDITS)))
     await asyncio.sleep(0.02)
@@ -194,20 +195,20 @@ async def test_after_versions_were_loaded_an_audit_waits_until_there_are_enough(
 
 async def test_many_tokens_are_not_kept_waiting() -> None:
     auditor = Auditor()
-    service = LocalAudits(auditor, may_wait=lambda: True)
+    service = LocalAudits(auditor, patience_s=lambda: inf)
     await loaded(1e3, service, auditor)
     [task] = await begun(service, (items(1, tokens=BATCH_TOKENS), {1: OLD}))
     assert await answer(task) == [1]
 
 
 async def test_an_audit_that_may_not_wait_any_more_is_made_at_once() -> None:
-    auditor, may_wait = Auditor(), [True]
-    service = LocalAudits(auditor, may_wait=lambda: may_wait[0])
+    auditor, patience = Auditor(), [inf]
+    service = LocalAudits(auditor, patience_s=lambda: patience[0])
     await loaded(1e3, service, auditor)
     [task] = await begun(service, plain(1))
     await asyncio.sleep(0.02)
     assert auditor.asked == [[0]]
-    may_wait[0] = False
+    patience[0] = 0.0
     assert await answer(task) == [1]
 
 
@@ -216,13 +217,25 @@ async def test_the_wait_is_a_multiple_of_the_time_that_loading_took(
     load_s: float, pause_s: float
 ) -> None:
     auditor, time = Auditor(), [100.0]
-    service = LocalAudits(auditor, may_wait=lambda: True, now=lambda: time[0])
+    service = LocalAudits(auditor, patience_s=lambda: inf, now=lambda: time[0])
     await loaded(load_s, service, auditor)
     time[0] += pause_s - 0.02
     tasks = await begun(service, plain(1))
     await asyncio.sleep(0)
     assert auditor.asked == [[0]]
     time[0] += 0.03  # which it sees at its next look
+    assert await answer(tasks[0]) == [1]
+
+
+async def test_an_audit_waits_for_others_no_longer_than_the_trainer_can_spare() -> None:
+    auditor, time = Auditor(), [100.0]
+    service = LocalAudits(auditor, patience_s=lambda: 0.25, now=lambda: time[0])
+    await loaded(1e3, service, auditor)
+    tasks = await begun(service, plain(1))
+    time[0] += 0.2
+    await asyncio.sleep(0)
+    assert auditor.asked == [[0]]
+    time[0] += 0.1  # which it sees at its next look
     assert await answer(tasks[0]) == [1]
 
 
@@ -236,7 +249,7 @@ async def test_by_default_no_audit_waits_for_others() -> None:
 
 async def test_an_auditor_that_loads_nothing_is_never_waited_for() -> None:
     auditor = Auditor()
-    service = LocalAudits(auditor, may_wait=lambda: True)
+    service = LocalAudits(auditor, patience_s=lambda: inf)
     for _ in range(2):
         await loaded(0.0, service, auditor)
     assert len(auditor.calls) == 2
@@ -244,7 +257,7 @@ async def test_an_auditor_that_loads_nothing_is_never_waited_for() -> None:
 
 async def test_closing_ends_the_wait() -> None:
     auditor = Auditor()
-    service = LocalAudits(auditor, may_wait=lambda: True)
+    service = LocalAudits(auditor, patience_s=lambda: inf)
     await loaded(1e3, service, auditor)
     [task] = await begun(service, plain(1))
     await service.close()

@@ -48,7 +48,7 @@ from primerl.node.verification.auditor import (
     Unreadable,
 )
 from primerl.node.verification.bounds import PROVISIONAL
-from primerl.node.verification.checks import CheckedRollout
+from primerl.node.verification.checks import CheckedRollout, Rejected
 from primerl.node.verification.class_bounds import ENOUGH
 from primerl.node.verification.duplicates import CopyDetector
 from primerl.node.verification.envelope import NoiseEnvelope
@@ -95,10 +95,11 @@ class ArrivalsOnly(CopyDetector):
         super().__init__()
         self.asked: list[int] = []
 
-    def check(
-        self, arrival: int, node: bytes, rollout: CheckedRollout, *, top_p: float = 1.0
-    ) -> None:
-        self.asked.append(arrival)
+    def check_all(
+        self, arrival: int, node: bytes, rollouts: Sequence[CheckedRollout], *, top_p: float = 1.0
+    ) -> list[Rejected | None]:
+        self.asked += [arrival] * len(rollouts)
+        return [None] * len(rollouts)
 
 
 class Lingering(ArrivalsOnly):
@@ -110,14 +111,15 @@ class Lingering(ArrivalsOnly):
         self.may_go = threading.Event()
         self.waited_in_vain = False
 
-    def check(
-        self, arrival: int, node: bytes, rollout: CheckedRollout, *, top_p: float = 1.0
-    ) -> None:
-        super().check(arrival, node, rollout, top_p=top_p)
+    def check_all(
+        self, arrival: int, node: bytes, rollouts: Sequence[CheckedRollout], *, top_p: float = 1.0
+    ) -> list[Rejected | None]:
+        faults = super().check_all(arrival, node, rollouts, top_p=top_p)
         self.waited_in_vain |= not self.may_go.wait(20.0)
         self.may_go.set()
         if self._drops is not None:
             self._drops.clear()
+        return faults
 
 
 class Groups(tuple[GroupRecord, ...]):

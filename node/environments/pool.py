@@ -1,0 +1,145 @@
+"""Play an environment in several processes, as many as its rollouts keep busy.
+
+Invariants: tasks and prompts come from the first process, which is there from start() on; another one starts
+when all are busy, and one that is given up costs no rollout but its own.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
+
+from ..tasks import end_tasks
+from .environment import (
+    Branch,
+    Demonstration,
+    Environment,
+    EnvironmentFailed,
+    EnvironmentGivenUp,
+    Episode,
+    Policy,
+    Score,
+    Split,
+    Task,
+)
+from .stop_strings import StopStrings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_PROCESSES = 4
+CORES_PER_PROCESS = 4
+"""Cores of the machine for each process: the others are for engines and for training."""
+LOOK_S = 2.0
+"""Pause between two looks at whether all processes are busy."""
+
+
+def most_processes() -> int:
+    """Return the number of processes that an environment may have on this machine."""
+    return max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // CORES_PER_PROCESS))
+
+
+class HostedProcess(Environment, Protocol):
+    """An environment in a process of its own: HostedEnvironment, or a fake in tests."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether its code has run half of the time lately, or more."""
+        ...
+
+
+class EnvironmentPool:
+    """An Environment in up to `most` processes."""
+
+    def __init__(self, make: Callable[[], HostedProcess], most: int) -> None:
+        """`make` makes the environment in another process, not started."""
+        self._make = make
+        self._most = most
+        self._first = make()
+        self._members = [self._first]
+        self._growing: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """See Environment."""
+        return self._first.name
+
+    @property
+    def status(self) -> str:
+        """See Environment."""
+        return next((member.status for member in self._members if member.status), "")
+
+    @property
+    def judge_fault(self) -> str:
+        """See Environment."""
+        return self._first.judge_fault
+
+    @property
+    def stops(self) -> StopStrings | None:
+        """See Environment."""
+        return self._first.stops
+
+    async def start(self) -> None:
+        """Start the first process. Raises EnvironmentFailed, StorageError."""
+        await self._first.start()
+        if self._most > 1:
+            self._growing = asyncio.create_task(self._grow(), name="environment processes")
+
+    async def close(self) -> None:
+        """End all processes."""
+        await end_tasks(self._growing)
+        await asyncio.gather(*(member.close() for member in self._members))
+
+    async def task(self, index: int, split: Split = "train") -> Task:
+        """See Environment."""
+        return await self._first.task(index, split)
+
+    async def prompt(self, task: Task) -> list[int]:
+        """See Environment."""
+        return await self._first.prompt(task)
+
+    async def demonstration(self, task: Task) -> Demonstration | None:
+        """See Environment."""
+        return await self._first.demonstration(task)
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """See Environment."""
+        return await self._ask(task, lambda member: member.run(task, policy))
+
+    async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
+        """See Environment."""
+        return await self._ask(task, lambda member: member.score(task, branches))
+
+    async def _ask(self, task: Task, ask: Callable[[HostedProcess], Awaitable[T]]) -> T:
+        """Have the task's process play: it has prepared the task for the other rollouts of its group."""
+        while True:
+            member = self._members[task.index % len(self._members)]
+            try:
+                return await ask(member)
+            except EnvironmentGivenUp:
+                if member is self._first:
+                    raise
+                if member in self._members:
+                    self._members.remove(member)
+                    await member.close()
+
+    async def _grow(self) -> None:
+        """Start another process whenever all are busy."""
+        while len(self._members) < self._most:
+            await asyncio.sleep(LOOK_S)
+            if not all(member.is_busy for member in self._members):
+                continue
+            member = self._make()
+            try:
+                await member.start()
+            except EnvironmentFailed as error:
+                logger.warning("environment %s gets no further process: %s", self.name, error)
+                await member.close()
+                return
+            except BaseException:
+                await member.close()
+                raise
+            self._members.append(member)
+            logger.info("environment %s has %d processes", self.name, len(self._members))
