@@ -198,8 +198,10 @@ def check_found(config: "RunConfig | SftConfig") -> None:
     check_free(config)
     if config.clean and not config.goes_on and config.run_dir.exists():
         from ..node.app.factories import try_environments
+        from ..node.storage.run_files import held
 
-        asyncio.run(try_environments(config))
+        with held(config.run_dir):  # before seconds are spent on what cannot run
+            asyncio.run(try_environments(config))
 
 
 def check_free(config: "NodeConfig", api: "ApiConfig | None" = None) -> None:

@@ -5,9 +5,11 @@ import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -22,6 +24,7 @@ GARBAGE = 20_000, 20, 20
 LONGEST = (
     "scenarios/test_programs.py",
     "attacks/test_exact_numerics.py",
+    "node/environments/test_bundled.py",
     "node/training/test_rank_failures.py",
     "node/training/test_world.py",
     "node/training/test_sharded_export.py",
@@ -54,6 +57,27 @@ LONGEST = (
     "test_structure.py",
 )
 """Files that take longest: those that compute and those that wait in turn."""
+
+TOGETHER = (
+    "tests/node/environments/",
+    "tests/node/api/test_clients.py",
+    "tests/attacks/test_forged_tools.py",
+    "tests/conformance/test_environment.py",
+)
+"""Files that load `verifiers` into the process of the tests, which takes seconds: one worker runs them all."""
+
+
+class FileScheduling(LoadFileScheduling):
+    """Gives workers whole files, and one of them all of TOGETHER."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return TOGETHER[0] if file.startswith(TOGETHER) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+    """Schedule as `--dist loadfile` does, but for TOGETHER."""
+    return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -246,7 +246,6 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(cli: Cli, ho
         ("rl @ demo --no-warmup --model.name /nope", 7, "is neither a directory nor a hub id"),
         ("train --environment.id no-such-environment", 2, "no model: set model.name"),
         ("train @ demo --environment.id no-such-environment", 2, "`pip install`"),
-        ("train @ demo --environment.args.min-lenn 5", 2, "did you mean min_len?"),
         ("rl @ demo --training.device cuda", 2, "training.device is cuda, and torch is a CPU build"),
         ("train @ demo --engine.device cuda:1", 2, "engine.device is cuda:1, and torch is a CPU"),
         ("sft @ sft_demo --training.device cuda", 2, "leave it out"),

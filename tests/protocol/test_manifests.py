@@ -5,17 +5,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.protocol_cases import (
-    ADAPTED,
-    CHUNK,
-    MANIFEST,
-    POLICY_MANIFEST,
-    RECORD,
-    RUN,
-    STRANGER,
-    head,
-    refuses,
-)
+from support import protocol_cases
 
 from primerl.crypto.hashing import digest
 from primerl.protocol.errors import LocalProtocolError, Reason, RemoteProtocolError
@@ -45,8 +35,12 @@ def replaced(document: msgspec.Struct, path: str, value: object) -> bytes:
 
 
 def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
-    assert run_id(encode(MANIFEST)) == digest(encode(MANIFEST)) == RUN
-    assert decode(encode(MANIFEST), RunManifest) == MANIFEST
+    assert (
+        run_id(encode(protocol_cases.MANIFEST))
+        == digest(encode(protocol_cases.MANIFEST))
+        == protocol_cases.RUN
+    )
+    assert decode(encode(protocol_cases.MANIFEST), RunManifest) == protocol_cases.MANIFEST
 
 
 @pytest.mark.parametrize(
@@ -55,7 +49,7 @@ def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
         ("name", "demo2"),
         ("created", 1),
         ("software", "0.1.1"),
-        ("trainer", STRANGER.node_id),
+        ("trainer", protocol_cases.STRANGER.node_id),
         ("model.name", "other"),
         ("model.files", ()),
         ("model.base_state", digest(b"other")),
@@ -104,9 +98,9 @@ def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
     ],
 )
 def test_another_manifest_is_another_run(path: str, value: object) -> None:
-    changed = replaced(ADAPTED, path, value)
+    changed = replaced(protocol_cases.ADAPTED, path, value)
     decode(changed, RunManifest)
-    assert run_id(changed) != run_id(encode(ADAPTED))
+    assert run_id(changed) != run_id(encode(protocol_cases.ADAPTED))
 
 
 def paths(fields: dict[str, Any]) -> Iterator[str]:
@@ -127,13 +121,13 @@ def test_every_field_of_the_run_manifest_was_changed_above() -> None:
         if one.name == "parametrize"
     )
     changed = {path for path, _ in marker.args[1]}
-    fields = msgspec.to_builtins(ADAPTED, builtin_types=(bytes,))
+    fields = msgspec.to_builtins(protocol_cases.ADAPTED, builtin_types=(bytes,))
     assert changed == set(paths(fields)) - {"proofs.fingerprint"}  # which has one value
 
 
 def test_a_run_with_a_fingerprint_that_is_not_known_is_malformed() -> None:
-    with refuses(Reason.MALFORMED):
-        decode(replaced(ADAPTED, "proofs.fingerprint", "other"), RunManifest)
+    with protocol_cases.refuses(Reason.MALFORMED):
+        decode(replaced(protocol_cases.ADAPTED, "proofs.fingerprint", "other"), RunManifest)
 
 
 TRAVERSAL = ["../x", "..", ".", "", "a/b", "/etc/passwd", "a\\b", "C:x", ".hidden", "-rf", "_x"]
@@ -154,21 +148,21 @@ ODD = [
 
 @pytest.mark.parametrize("name", [*TRAVERSAL, *ODD], ids=ascii)
 def test_a_file_name_that_could_leave_its_directory_is_refused(name: str) -> None:
-    with refuses(Reason.MALFORMED):
-        decode(encode(FileRef(name, CHUNK)), FileRef)
+    with protocol_cases.refuses(Reason.MALFORMED):
+        decode(encode(FileRef(name, protocol_cases.CHUNK)), FileRef)
 
 
 @pytest.mark.parametrize(
     "name", ["config.json", "a", "tokenizer_config.json", "x..y", "A-1", "a" * 128]
 )
 def test_a_plain_file_name_is_taken(name: str) -> None:
-    assert decode(encode(FileRef(name, CHUNK)), FileRef).name == name
+    assert decode(encode(FileRef(name, protocol_cases.CHUNK)), FileRef).name == name
 
 
 @given(st.text(max_size=20))
 def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
     try:
-        taken = decode(encode(FileRef(name, CHUNK)), FileRef).name
+        taken = decode(encode(FileRef(name, protocol_cases.CHUNK)), FileRef).name
     except RemoteProtocolError:
         return
     assert taken.isascii()
@@ -180,7 +174,7 @@ def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("model.files", (FileRef("a", CHUNK),) * 65),
+        ("model.files", (FileRef("a", protocol_cases.CHUNK),) * 65),
         ("model.vocab_size", 0),
         ("model.vocab_size", 2**24 + 1),
         ("model.stop_token_ids", (1,) * 65),
@@ -189,7 +183,7 @@ def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
         ("environments.0.id", "x" * 257),
         ("environments.0.name", "x" * 257),
         ("environments", ()),
-        ("environments", MANIFEST.environments * 65),
+        ("environments", protocol_cases.MANIFEST.environments * 65),
         ("environments.0.sampling.temperature", -0.1),
         ("environments.0.sampling.temperature", 2.1),
         ("environments.0.sampling.max_tokens", 0),
@@ -224,22 +218,22 @@ def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
     ],
 )
 def test_a_run_manifest_has_limits(path: str, value: object) -> None:
-    with refuses(Reason.MALFORMED):
-        decode(replaced(ADAPTED, path, value), RunManifest)
+    with protocol_cases.refuses(Reason.MALFORMED):
+        decode(replaced(protocol_cases.ADAPTED, path, value), RunManifest)
 
 
-SNAPSHOT = POLICY_MANIFEST.artifacts[0]
-TENSOR = POLICY_MANIFEST.tensors[0]
+SNAPSHOT = protocol_cases.POLICY_MANIFEST.artifacts[0]
+TENSOR = protocol_cases.POLICY_MANIFEST.tensors[0]
 
 
 def with_artifact(**changes: object) -> bytes:
     wrong = msgspec.structs.replace(SNAPSHOT, **changes)
-    return encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=(wrong,)))
+    return encode(msgspec.structs.replace(protocol_cases.POLICY_MANIFEST, artifacts=(wrong,)))
 
 
 def with_tensor(**changes: object) -> bytes:
     wrong = msgspec.structs.replace(TENSOR, **changes)
-    return encode(msgspec.structs.replace(POLICY_MANIFEST, tensors=(wrong,)))
+    return encode(msgspec.structs.replace(protocol_cases.POLICY_MANIFEST, tensors=(wrong,)))
 
 
 @pytest.mark.parametrize(
@@ -251,22 +245,22 @@ def with_tensor(**changes: object) -> bytes:
         with_artifact(size=-1),
         with_artifact(size=2**48 + 1),
         with_artifact(codec="x" * 257),
-        with_artifact(chunks=(msgspec.structs.replace(CHUNK, size=MAX_CHUNK + 1),)),
-        with_artifact(chunks=(msgspec.structs.replace(CHUNK, size=0),)),
-        with_artifact(chunks=(msgspec.structs.replace(CHUNK, digest=bytes(16)),)),
+        with_artifact(chunks=(msgspec.structs.replace(protocol_cases.CHUNK, size=MAX_CHUNK + 1),)),
+        with_artifact(chunks=(msgspec.structs.replace(protocol_cases.CHUNK, size=0),)),
+        with_artifact(chunks=(msgspec.structs.replace(protocol_cases.CHUNK, digest=bytes(16)),)),
         with_tensor(name="x" * 257),
         with_tensor(dtype="F" * 9),
         with_tensor(shape=(1,) * 9),
         with_tensor(shape=(-1,)),
         with_tensor(shape=(2**40 + 1,)),
         with_tensor(digest=bytes(33)),
-        encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=())),
-        encode(msgspec.structs.replace(POLICY_MANIFEST, artifacts=(SNAPSHOT,) * 17)),
-        encode(msgspec.structs.replace(POLICY_MANIFEST, version=-1)),
+        encode(msgspec.structs.replace(protocol_cases.POLICY_MANIFEST, artifacts=())),
+        encode(msgspec.structs.replace(protocol_cases.POLICY_MANIFEST, artifacts=(SNAPSHOT,) * 17)),
+        encode(msgspec.structs.replace(protocol_cases.POLICY_MANIFEST, version=-1)),
     ],
 )
 def test_a_policy_manifest_has_limits(document: bytes) -> None:
-    with refuses(Reason.MALFORMED):
+    with protocol_cases.refuses(Reason.MALFORMED):
         decode(document, PolicyManifest)
 
 
@@ -282,9 +276,9 @@ def test_a_policy_manifest_has_limits(document: bytes) -> None:
     ],
 )
 def test_a_head_has_limits(field: str, value: object) -> None:
-    assert decode(encode(head(1)), PolicyHead) == head(1)
-    with refuses(Reason.MALFORMED):
-        decode(replaced(head(1), field, value), PolicyHead)
+    assert decode(encode(protocol_cases.head(1)), PolicyHead) == protocol_cases.head(1)
+    with protocol_cases.refuses(Reason.MALFORMED):
+        decode(replaced(protocol_cases.head(1), field, value), PolicyHead)
 
 
 @pytest.mark.parametrize(
@@ -299,8 +293,8 @@ def test_a_head_has_limits(field: str, value: object) -> None:
     ],
 )
 def test_a_peer_record_has_limits(field: str, value: object) -> None:
-    with refuses(Reason.MALFORMED):
-        decode(replaced(RECORD, field, value), PeerRecord)
+    with protocol_cases.refuses(Reason.MALFORMED):
+        decode(replaced(protocol_cases.RECORD, field, value), PeerRecord)
 
 
 def test_we_never_publish_a_document_that_peers_refuse() -> None:

@@ -18,20 +18,12 @@ from support.protocol_cases import (
     refuses,
 )
 
+from primerl.protocol import manifests
 from primerl.protocol import messages as m
 from primerl.protocol.audits import MAX_CHOSEN, MAX_REPORT, AuditReport, Place
 from primerl.protocol.envelope import Envelope
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease
-from primerl.protocol.manifests import (
-    Holding,
-    PeerRecord,
-    PolicyHead,
-    PolicyManifest,
-    RunManifest,
-    Thresholds,
-    Ticket,
-)
 from primerl.protocol.messages import Message
 from primerl.protocol.numerics import MAX_CLASSES, ClassBounds, NumericsClass
 from primerl.protocol.pipelines import PipelinePlan
@@ -50,11 +42,11 @@ KIB64 = 64 * 1024
 DIGEST = bytes(32)
 ALL_MESSAGES: Any = functools.reduce(operator.or_, Message.__subclasses__())
 DOCUMENTS = (
-    RunManifest,
-    PolicyManifest,
-    PolicyHead,
-    PeerRecord,
-    Ticket,
+    manifests.RunManifest,
+    manifests.PolicyManifest,
+    manifests.PolicyHead,
+    manifests.PeerRecord,
+    manifests.Ticket,
     Lease,
     Submission,
     Receipt,
@@ -64,7 +56,7 @@ DOCUMENTS = (
     Envelope,
     PipelinePlan,
     ClassBounds,
-    Holding,
+    manifests.Holding,
 )
 
 
@@ -255,7 +247,7 @@ def test_every_text_bytes_and_list_has_a_limit(kind: type[msgspec.Struct]) -> No
     assert [path for path, one in found if unbounded(one)] == []
 
 
-MEASURES = Thresholds.__struct_fields__
+MEASURES = manifests.Thresholds.__struct_fields__
 ANY_NUMBER = {
     "RolloutRecord.reward": "one bad reward refuses its rollout (checks.py), not the whole submission",
     **{

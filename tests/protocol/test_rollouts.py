@@ -7,20 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.protocol_cases import BRANCH, SUBMISSION, VERDICT, refuses
 
+from primerl.protocol import rollouts
 from primerl.protocol.errors import LocalProtocolError, Reason
 from primerl.protocol.manifests import encode
-from primerl.protocol.rollouts import (
-    MAX_BRANCH_TOKENS,
-    BranchRecord,
-    GroupRecord,
-    RolloutRecord,
-    Submission,
-    Verdict,
-    pack_f32,
-    pack_u32,
-    unpack_f32,
-    unpack_u32,
-)
 from primerl.protocol.session import decode
 from primerl.protocol.version import MAX_LEASE
 
@@ -29,57 +18,57 @@ F32_MAX = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
 def test_tokens_come_back_as_they_were(values: list[int]) -> None:
-    packed = pack_u32(values)
+    packed = rollouts.pack_u32(values)
     assert packed == struct.pack(f"<{len(values)}I", *values)
-    assert unpack_u32(packed) == values
+    assert rollouts.unpack_u32(packed) == values
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50))
 def test_logprobs_come_back_as_they_were(values: list[float]) -> None:
-    packed = pack_f32(values)
+    packed = rollouts.pack_f32(values)
     assert packed == struct.pack(f"<{len(values)}f", *values)
-    assert unpack_f32(packed) == values
+    assert rollouts.unpack_f32(packed) == values
 
 
 @pytest.mark.parametrize("value", [-1, 2**32])
 def test_a_token_that_is_no_u32_is_our_own_bug(value: int) -> None:
     with pytest.raises(OverflowError):
-        pack_u32([5, value])
+        rollouts.pack_u32([5, value])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e39, 3.5e38])
 def test_a_logprob_that_is_not_finite_is_never_returned(value: float) -> None:
     with pytest.raises(LocalProtocolError, match="finite"):
-        pack_f32([-0.5, value, -0.5])
+        rollouts.pack_f32([-0.5, value, -0.5])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_logprob_that_is_not_finite_is_refused(value: float) -> None:
     with refuses(Reason.MALFORMED):
-        unpack_f32(struct.pack("<3f", -0.5, value, -0.5))
+        rollouts.unpack_f32(struct.pack("<3f", -0.5, value, -0.5))
 
 
 def test_signalling_nans_are_refused_too() -> None:
     for bits in (0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF):
         with refuses(Reason.MALFORMED):
-            unpack_f32(struct.pack("<I", bits))
-    assert unpack_f32(pack_f32([-F32_MAX, -0.0])) == [-F32_MAX, 0.0]
+            rollouts.unpack_f32(struct.pack("<I", bits))
+    assert rollouts.unpack_f32(rollouts.pack_f32([-F32_MAX, -0.0])) == [-F32_MAX, 0.0]
 
 
 @given(st.binary(max_size=64))
 def test_an_array_that_is_cut_short_is_refused(data: bytes) -> None:
     if len(data) % 4 == 0:
-        assert len(unpack_u32(data)) == len(data) // 4
+        assert len(rollouts.unpack_u32(data)) == len(data) // 4
         return
     with refuses(Reason.MALFORMED):
-        unpack_u32(data)
+        rollouts.unpack_u32(data)
     with refuses(Reason.MALFORMED):
-        unpack_f32(data)
+        rollouts.unpack_f32(data)
 
 
 def test_a_submission_and_its_verdict_come_back() -> None:
-    assert decode(encode(SUBMISSION), Submission) == SUBMISSION
-    assert decode(encode(VERDICT), Verdict) == VERDICT
+    assert decode(encode(SUBMISSION), rollouts.Submission) == SUBMISSION
+    assert decode(encode(VERDICT), rollouts.Verdict) == VERDICT
 
 
 def branch(**changes: object) -> bytes:
@@ -88,9 +77,9 @@ def branch(**changes: object) -> bytes:
 
 @pytest.mark.parametrize("field", ["tokens", "sampled", "logprobs"])
 def test_the_tokens_of_a_branch_are_limited(field: str) -> None:
-    assert decode(branch(**{field: bytes(4 * MAX_BRANCH_TOKENS)}), BranchRecord)
+    assert decode(branch(**{field: bytes(4 * rollouts.MAX_BRANCH_TOKENS)}), rollouts.BranchRecord)
     with refuses(Reason.MALFORMED):
-        decode(branch(**{field: bytes(4 * MAX_BRANCH_TOKENS + 1)}), BranchRecord)
+        decode(branch(**{field: bytes(4 * rollouts.MAX_BRANCH_TOKENS + 1)}), rollouts.BranchRecord)
 
 
 @pytest.mark.parametrize(
@@ -99,17 +88,17 @@ def test_the_tokens_of_a_branch_are_limited(field: str) -> None:
 )
 def test_a_branch_has_limits(changes: dict[str, object]) -> None:
     with refuses(Reason.MALFORMED):
-        decode(branch(**changes), BranchRecord)
+        decode(branch(**changes), rollouts.BranchRecord)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        RolloutRecord((BRANCH,) * 65, 0.0, ""),
-        RolloutRecord((), 0.0, "x" * 513),
-        GroupRecord(0, bytes(31), ()),
-        GroupRecord(-1, bytes(32), ()),
-        GroupRecord(0, bytes(32), (RolloutRecord((), 0.0, ""),) * 4097),
+        rollouts.RolloutRecord((BRANCH,) * 65, 0.0, ""),
+        rollouts.RolloutRecord((), 0.0, "x" * 513),
+        rollouts.GroupRecord(0, bytes(31), ()),
+        rollouts.GroupRecord(-1, bytes(32), ()),
+        rollouts.GroupRecord(0, bytes(32), (rollouts.RolloutRecord((), 0.0, ""),) * 4097),
         msgspec.structs.replace(SUBMISSION, lease=bytes(MAX_LEASE + 1)),
         msgspec.structs.replace(SUBMISSION, groups=(SUBMISSION.groups[1],) * 4097),
         msgspec.structs.replace(SUBMISSION, engine="x" * 257),
@@ -127,4 +116,4 @@ def test_a_verdict_names_only_known_reasons() -> None:
     said = encode(VERDICT)
     assert b"environment_error" in said
     with refuses(Reason.MALFORMED):
-        decode(said.replace(b"environment_error", b"environment_errxx"), Verdict)
+        decode(said.replace(b"environment_error", b"environment_errxx"), rollouts.Verdict)

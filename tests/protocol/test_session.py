@@ -6,21 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.protocol_cases import (
-    LEASE,
-    MANIFEST,
-    MESSAGES,
-    POLICY_MANIFEST,
-    PROOF,
-    RECEIPT,
-    RECORD,
-    SEALED_LEASE,
-    SUBMISSION,
-    TICKET,
-    VERDICT,
-    head,
-    refuses,
-)
+from support import protocol_cases
 
 from primerl.protocol.envelope import Envelope
 from primerl.protocol.errors import LocalProtocolError, Reason, RemoteProtocolError
@@ -30,26 +16,26 @@ from primerl.protocol.session import HEADER_BYTES, decode, frame, payload_size
 from primerl.protocol.version import MAX_GOSSIP, MAX_MESSAGE
 
 DOCUMENTS: tuple[msgspec.Struct, ...] = (
-    MANIFEST,
-    POLICY_MANIFEST,
-    TICKET,
-    RECORD,
-    LEASE,
-    head(),
-    SUBMISSION,
-    RECEIPT,
-    VERDICT,
-    PROOF,
-    msgspec.msgpack.decode(SEALED_LEASE, type=Envelope),
+    protocol_cases.MANIFEST,
+    protocol_cases.POLICY_MANIFEST,
+    protocol_cases.TICKET,
+    protocol_cases.RECORD,
+    protocol_cases.LEASE,
+    protocol_cases.head(),
+    protocol_cases.SUBMISSION,
+    protocol_cases.RECEIPT,
+    protocol_cases.VERDICT,
+    protocol_cases.PROOF,
+    msgspec.msgpack.decode(protocol_cases.SEALED_LEASE, type=Envelope),
 )
-KINDS: list[Any] = [type(one) for one in (*MESSAGES, *DOCUMENTS)]
+KINDS: list[Any] = [type(one) for one in (*protocol_cases.MESSAGES, *DOCUMENTS)]
 """Everything that is ever decoded from bytes of a stranger."""
 HUGE = [tag + b"\xff\xff\xff\xff" for tag in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9")]
 """Headers of an array, a map, bytes, text and an extension that claim 2**32 - 1 entries to come."""
 
 
 def test_a_frame_is_a_length_and_that_many_bytes() -> None:
-    for message in MESSAGES:
+    for message in protocol_cases.MESSAGES:
         framed = frame(message)
         size = payload_size(framed[:HEADER_BYTES])
         assert size == len(framed) - HEADER_BYTES
@@ -61,7 +47,7 @@ def test_a_frame_is_a_length_and_that_many_bytes() -> None:
 def test_a_length_is_refused_above_the_limit_and_only_there(limit: int) -> None:
     assert payload_size(limit.to_bytes(4, "big"), limit) == limit
     for size in (limit + 1, 2**31, 2**32 - 1):
-        with refuses(Reason.TOO_LARGE):
+        with protocol_cases.refuses(Reason.TOO_LARGE):
             payload_size(size.to_bytes(4, "big"), limit)
 
 
@@ -76,7 +62,7 @@ def test_we_never_say_what_a_peer_would_refuse() -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_claimed_length_allocates_nothing(kind: Any) -> None:
     """As the whole document, and as the value of each of its fields."""
-    example = next(one for one in (*MESSAGES, *DOCUMENTS) if type(one) is kind)
+    example = next(one for one in (*protocol_cases.MESSAGES, *DOCUMENTS) if type(one) is kind)
     fields: Any = msgspec.to_builtins(example, builtin_types=(bytes,))
     claims = list(HUGE)
     names = range(len(fields)) if isinstance(fields, list) else fields
@@ -86,7 +72,7 @@ def test_a_claimed_length_allocates_nothing(kind: Any) -> None:
         claims.append(msgspec.msgpack.encode(changed))
     for claim in claims:
         tracemalloc.start()
-        with refuses(Reason.MALFORMED):
+        with protocol_cases.refuses(Reason.MALFORMED):
             decode(claim, kind)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -98,19 +84,21 @@ def test_deep_nesting_is_malformed(kind: Any) -> None:
     tags = (b"", b"\x82\xa4type\xa5Hello\xa4role", b"\x81\xa7unknown")
     openers = (b"\x91", b"\x81\xa1a", b"\x81\x91", b"\xdc\x00\x01")
     for tag, opener in itertools.product(tags, openers):
-        with refuses(Reason.MALFORMED):
+        with protocol_cases.refuses(Reason.MALFORMED):
             decode(tag + opener * 100_000, kind)
 
 
-@pytest.mark.parametrize("message", [*MESSAGES, *DOCUMENTS], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "message", [*protocol_cases.MESSAGES, *DOCUMENTS], ids=lambda one: type(one).__name__
+)
 def test_what_is_cut_or_followed_by_more_is_malformed(message: msgspec.Struct) -> None:
     said = encode(message)
     step = max(1, len(said) // 400)
     for size in range(0, len(said), step):
-        with refuses(Reason.MALFORMED):
+        with protocol_cases.refuses(Reason.MALFORMED):
             decode(said[:size], type(message))
     for more in (b"\0", b"\xc0", said):
-        with refuses(Reason.MALFORMED):
+        with protocol_cases.refuses(Reason.MALFORMED):
             decode(said + more, type(message))
 
 
@@ -125,7 +113,7 @@ def survives(data: bytes, kind: Any) -> None:
     assert refused is None or len(refused.detail) <= 200
 
 
-@given(st.sampled_from((*MESSAGES, *DOCUMENTS)), st.data())
+@given(st.sampled_from((*protocol_cases.MESSAGES, *DOCUMENTS)), st.data())
 def test_damaged_messages_raise_nothing_else(message: msgspec.Struct, data: st.DataObject) -> None:
     said = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -142,7 +130,7 @@ VALUES = st.recursive(
 )
 
 
-@given(st.sampled_from((*MESSAGES, *DOCUMENTS)), st.data())
+@given(st.sampled_from((*protocol_cases.MESSAGES, *DOCUMENTS)), st.data())
 def test_any_value_in_any_field_raises_nothing_else(
     message: msgspec.Struct, data: st.DataObject
 ) -> None:
@@ -162,15 +150,15 @@ def test_a_refusal_does_not_repeat_a_strangers_novel(fields: dict[str, object]) 
 
 def test_text_that_is_no_utf8_is_malformed() -> None:
     said = encode(Goodbye("abcd")).replace(b"abcd", b"ab\xff\xfe")
-    with refuses(Reason.MALFORMED):
+    with protocol_cases.refuses(Reason.MALFORMED):
         decode(said, Goodbye)
 
 
 def test_a_stream_is_opened_by_requests_only() -> None:
     requests = get_args(ControlRequest)
-    for message in MESSAGES:
+    for message in protocol_cases.MESSAGES:
         if isinstance(message, requests):
             assert decode(encode(message), ControlRequest) == message  # type: ignore[arg-type]
         else:
-            with refuses(Reason.MALFORMED):
+            with protocol_cases.refuses(Reason.MALFORMED):
                 decode(encode(message), ControlRequest)  # type: ignore[arg-type]

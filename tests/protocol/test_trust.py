@@ -17,21 +17,15 @@ from support.protocol_cases import (
 )
 
 from primerl.crypto.hashing import NO_DIGEST, digest
+from primerl.protocol import trust
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import PolicyHead, encode
-from primerl.protocol.trust import (
-    REMEMBERED_HEADS,
-    AdmittedHead,
-    Equivocation,
-    EquivocationProof,
-    TrustedRun,
-)
 from primerl.protocol.version import CLOCK_SKEW_S, MAX_GOSSIP
 
 
-def trusted(committed: tuple[int, int] = (0, -1)) -> TrustedRun:
-    return TrustedRun(RUN, TRAINER.node_id, committed)
+def trusted(committed: tuple[int, int] = (0, -1)) -> trust.TrustedRun:
+    return trust.TrustedRun(RUN, TRAINER.node_id, committed)
 
 
 def chain(count: int, term: int = 0, first: int = 0) -> list[bytes]:
@@ -45,7 +39,7 @@ def chain(count: int, term: int = 0, first: int = 0) -> list[bytes]:
     return heads
 
 
-def admitted(run: TrustedRun, sealed: bytes) -> AdmittedHead:
+def admitted(run: trust.TrustedRun, sealed: bytes) -> trust.AdmittedHead:
     one, news = run.admit(sealed, now=NOW)
     assert news
     return one
@@ -132,7 +126,7 @@ def test_two_heads_of_one_version_are_a_proof_that_anybody_can_check() -> None:
     run = trusted()
     left = admitted(run, chain(1)[0])
     right = sealed_head(head(0, state=digest(b"for others")))
-    with pytest.raises(Equivocation, match="two heads of version 0") as caught:
+    with pytest.raises(trust.Equivocation, match="two heads of version 0") as caught:
         run.admit(right, now=NOW)
     assert caught.value.reason == Reason.EQUIVOCATION
     proof = caught.value.proof
@@ -162,7 +156,7 @@ def test_one_head_sealed_twice_is_no_equivocation() -> None:
 def test_a_proof_fits_a_gossip_message() -> None:
     sealed = seal(WORKER, Purpose.EQUIVOCATION, RUN, PROOF, expires=NOW)
     assert len(sealed) <= MAX_GOSSIP
-    opened = unseal(sealed, Purpose.EQUIVOCATION, EquivocationProof, now=NOW)
+    opened = unseal(sealed, Purpose.EQUIVOCATION, trust.EquivocationProof, now=NOW)
     assert opened.body == PROOF
 
 
@@ -222,10 +216,10 @@ def test_a_restart_does_not_forget_what_was_loaded() -> None:
 def test_memory_of_heads_is_bounded_and_keeps_the_newest() -> None:
     run = trusted()
     filler = admitted(run, sealed_head(head(10)))
-    for version in range(11, REMEMBERED_HEADS + 10):
+    for version in range(11, trust.REMEMBERED_HEADS + 10):
         run.heads[0, version] = filler
     admitted(run, sealed_head(head(10**6)))
-    assert len(run.heads) == REMEMBERED_HEADS
+    assert len(run.heads) == trust.REMEMBERED_HEADS
     assert (0, 10) not in run.heads
     assert (0, 10**6) in run.heads
 
@@ -267,25 +261,25 @@ def test_a_named_document_that_is_no_manifest_is_malformed() -> None:
 
 
 def test_a_proof_of_equivocation_convinces_a_node_that_saw_neither_head() -> None:
-    with pytest.raises(Equivocation, match="two heads of version 1"):
-        TrustedRun(RUN, TRAINER.node_id).check_proof(PROOF)
+    with pytest.raises(trust.Equivocation, match="two heads of version 1"):
+        trust.TrustedRun(RUN, TRAINER.node_id).check_proof(PROOF)
 
 
 def test_two_heads_that_agree_are_no_proof() -> None:
-    same = EquivocationProof(PROOF.first, PROOF.first)
+    same = trust.EquivocationProof(PROOF.first, PROOF.first)
     with refuses(Reason.MALFORMED):
-        TrustedRun(RUN, TRAINER.node_id).check_proof(same)
+        trust.TrustedRun(RUN, TRAINER.node_id).check_proof(same)
 
 
 def test_a_proof_against_another_key_is_refused() -> None:
     with refuses(Reason.WRONG_SIGNER):
-        TrustedRun(RUN, WORKER.node_id).check_proof(PROOF)
+        trust.TrustedRun(RUN, WORKER.node_id).check_proof(PROOF)
 
 
 def test_a_head_older_than_all_that_is_remembered_is_no_news() -> None:
     run = trusted()
     filler = admitted(run, sealed_head(head(10)))
-    for version in range(11, REMEMBERED_HEADS + 10):
+    for version in range(11, trust.REMEMBERED_HEADS + 10):
         run.heads[0, version] = filler
     with refuses(Reason.ROLLBACK):
         run.admit(sealed_head(head(9)), now=NOW)

@@ -36,18 +36,12 @@ from vectors.make import FILE, build
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
-from primerl.protocol import tickets
+from primerl.protocol import tickets, version
 from primerl.protocol.envelope import Envelope, Purpose, unseal
 from primerl.protocol.leases import Lease, sample_seed
 from primerl.protocol.manifests import PolicyManifest, RunManifest, run_id
 from primerl.protocol.messages import Message
 from primerl.protocol.session import HEADER_BYTES, decode, payload_size
-from primerl.protocol.version import (
-    ALPN_BLOBS,
-    ALPN_CONTROL,
-    ALPN_PIPELINE,
-    WIRE_VERSION,
-)
 
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text())
 
@@ -143,6 +137,6 @@ def test_the_seed_of_a_sample_is_the_golden_one() -> None:
 
 
 def test_the_names_of_protocols_stay_so_that_a_node_of_another_version_gets_an_answer() -> None:
-    assert GOLDEN["wire_version"] == WIRE_VERSION
-    for alpn in (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE):
+    assert GOLDEN["wire_version"] == version.WIRE_VERSION
+    for alpn in (version.ALPN_CONTROL, version.ALPN_BLOBS, version.ALPN_PIPELINE):
         assert alpn.endswith(b"/1")

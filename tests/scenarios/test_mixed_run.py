@@ -10,14 +10,8 @@ from support.counting_environment import CountingEnvironment
 from support.swarm import Swarm
 from support.waiting import until
 
+from primerl.node.environments import environment
 from primerl.node.environments.chat import DATE
-from primerl.node.environments.environment import (
-    EnvironmentFailed,
-    EnvironmentGivenUp,
-    Episode,
-    Policy,
-    Task,
-)
 from primerl.node.errors import NodeError, UsageError
 from primerl.node.storage.run_files import MARK, begun_on
 
@@ -34,15 +28,15 @@ class Missing(CountingEnvironment):
 
     async def start(self) -> None:
         """See Environment."""
-        raise EnvironmentFailed("its package is not installed: install it")
+        raise environment.EnvironmentFailed("its package is not installed: install it")
 
 
 class Dying(CountingEnvironment):
     """No process of it stays up."""
 
-    async def run(self, task: Task, policy: Policy) -> Episode:
+    async def run(self, task: environment.Task, policy: environment.Policy) -> environment.Episode:
         """See Environment."""
-        raise EnvironmentGivenUp("its process was lost five times")
+        raise environment.EnvironmentGivenUp("its process was lost five times")
 
 
 async def test_a_run_with_several_environments_learns_from_all_of_them(

@@ -28,7 +28,7 @@ def praise(found: Found) -> Found:
 async def test_a_validator_audits_for_the_trainer(tmp_path: Path, model_dir: Path) -> None:
     fakes = Fakes()
     auditor = BentAuditor(fakes)
-    async with AuditedSwarm(tmp_path, model_dir, fakes=fakes, max_steps=40) as swarm:
+    async with AuditedSwarm(tmp_path, model_dir, fakes=fakes, max_steps=24) as swarm:
         await swarm.start_trainer()
         validator = swarm.add_validator(auditor)
         await swarm.seated()
@@ -36,7 +36,7 @@ async def test_a_validator_audits_for_the_trainer(tmp_path: Path, model_dir: Pat
         summary = await swarm.finished()
         await validator.ended()  # by itself, as a worker does
         verdicts = swarm.verdicts()
-    assert summary["steps"] == 40
+    assert summary["steps"] == 24
     assert summary["rejected"].keys() <= {"stale"}
     remote = [one for one in verdicts if one.validator == VALIDATOR.node_id]
     assert len(remote) > 4

@@ -5,20 +5,23 @@ import importlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-import verifiers.v1 as vf
 from support.api_cases import KEY, NAME, api
 from support.engine_cases import FP32, STOP, make_qwen3, reference_logprobs, request, started
-from verifiers.v1.clients.client import Client, resolve_client
-from verifiers.v1.dialects import ChatDialect
-from verifiers.v1.errors import ProviderError
+from support.late_imports import imported_late
 
 from primerl.node.api.server import ApiLimits
 from primerl.node.inference.hf import HfEngine
 from primerl.node.weights.state import State
+
+if TYPE_CHECKING:
+    import openai
+    import verifiers.v1 as vf
+    from verifiers.v1.clients.client import Client
+
+late_imports = imported_late(globals(), openai="openai", vf="verifiers.v1")
 
 USER, ASSISTANT = 259, 260
 PROMPT = [USER, *b"abc", STOP, ASSISTANT]
@@ -56,13 +59,13 @@ async def url(
 
 
 @pytest.fixture
-async def client(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(url: str) -> "AsyncIterator[openai.AsyncOpenAI]":
     async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
         yield client
 
 
 async def test_openais_client_chats_and_gets_what_the_engine_draws(
-    client: openai.AsyncOpenAI, engine: HfEngine
+    client: "openai.AsyncOpenAI", engine: HfEngine
 ) -> None:
     answer = await client.chat.completions.create(
         model=NAME,
@@ -89,7 +92,7 @@ async def test_openais_client_chats_and_gets_what_the_engine_draws(
 
 
 async def test_a_stream_of_openais_client_is_the_answer_in_one_piece(
-    client: openai.AsyncOpenAI,
+    client: "openai.AsyncOpenAI",
 ) -> None:
     asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "seed": 4, "max_tokens": 40}
     asked["extra_body"] = {"ignore_eos": True, "skip_special_tokens": False}
@@ -106,7 +109,7 @@ async def test_a_stream_of_openais_client_is_the_answer_in_one_piece(
 
 
 async def test_greedy_completions_repeat_themselves_whatever_the_seed(
-    client: openai.AsyncOpenAI,
+    client: "openai.AsyncOpenAI",
 ) -> None:
     async def ask(**fields: Any) -> str:
         made = await client.completions.create(
@@ -121,7 +124,7 @@ async def test_greedy_completions_repeat_themselves_whatever_the_seed(
     assert await ask(temperature=1.3, top_p=1e-6) == greedy
 
 
-async def test_openais_client_knows_our_errors(client: openai.AsyncOpenAI, url: str) -> None:
+async def test_openais_client_knows_our_errors(client: "openai.AsyncOpenAI", url: str) -> None:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(openai.BadRequestError, match=r"engine\.type = vllm") as caught:
         await client.chat.completions.create(model=NAME, messages=MESSAGES, tools=[tool])
@@ -138,26 +141,30 @@ async def test_openais_client_knows_our_errors(client: openai.AsyncOpenAI, url: 
 # -- the train client of `verifiers`, which renders chats itself and talks in token ids ------------
 
 
-def train_client(url: str, model_dir: Path) -> vf.TrainClientConfig:
+def train_client(url: str, model_dir: Path) -> "vf.TrainClientConfig":
     return vf.TrainClientConfig(
         base_url=url, api_key_var="API_KEY", renderer_model_name=str(model_dir), multiplex=1
     )
 
 
 @pytest.fixture
-async def trainer(url: str, model: tuple[Path, State]) -> AsyncIterator[Client]:
+async def trainer(url: str, model: tuple[Path, State]) -> "AsyncIterator[Client]":
+    from verifiers.v1.clients.client import resolve_client
+
     found = resolve_client(train_client(url, model[0]))
     yield found
     await found.close()
 
 
-async def ask(trainer: Client, text: str, **sampling: Any) -> Any:
+async def ask(trainer: "Client", text: str, **sampling: Any) -> Any:
+    from verifiers.v1.dialects import ChatDialect
+
     body = {"model": NAME, "messages": [{"role": "user", "content": text}]}
     return await trainer.get_response(ChatDialect(), body, vf.SamplingConfig(**sampling))
 
 
 async def test_it_gets_the_tokens_and_the_logprobs_that_a_trainer_learns_from(
-    trainer: Client, model: tuple[Path, State]
+    trainer: "Client", model: tuple[Path, State]
 ) -> None:
     response = await ask(trainer, "abc", temperature=0.7, top_p=1.0, max_tokens=12, seed=3)
     tokens = response.tokens
@@ -171,7 +178,9 @@ async def test_it_gets_the_tokens_and_the_logprobs_that_a_trainer_learns_from(
     assert again.tokens.completion_ids == tokens.completion_ids
 
 
-async def test_what_it_must_not_send_twice_is_an_error_that_it_knows(trainer: Client) -> None:
+async def test_what_it_must_not_send_twice_is_an_error_that_it_knows(trainer: "Client") -> None:
+    from verifiers.v1.errors import ProviderError
+
     with pytest.raises(ProviderError, match="maximum context length"):
         await ask(trainer, "x" * 300, max_tokens=4)
     with pytest.raises(vf.RolloutError, match="repetition_penalty"):

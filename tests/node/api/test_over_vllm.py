@@ -5,9 +5,8 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import pytest_asyncio
 from support.api_cases import NAME, SHAPE, TEMPLATE, Client, api
@@ -20,6 +19,9 @@ from primerl.node.environments.chat import ChatFormat
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.weights.state import State
+
+if TYPE_CHECKING:
+    import openai
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
@@ -49,7 +51,7 @@ class Serving:
 
     engine: HostedEngine
     raw: Client
-    user: openai.AsyncOpenAI
+    user: "openai.AsyncOpenAI"
     model_dir: Path
     states: list[State]
     drafts: bool
@@ -68,6 +70,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 async def serving(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Serving]:
+    import openai
+
     model_dir, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
     shape = SHAPE | {"head_dim": 32}
     states = [make_qwen3(model_dir, 3, shape), make_qwen3(other, 4, shape)]

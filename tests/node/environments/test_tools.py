@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
 from support.chat_model import COMPACT, FORGETFUL, TOOLED, make_chat_model
+from support.late_imports import imported_late
 
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments.chat import ChatFormat
@@ -23,10 +24,14 @@ from primerl.node.environments.environment import (
 )
 from primerl.node.environments.hosted import HostedEnvironment
 from primerl.node.environments.policies import ShownReplies, turn_spans
-from primerl.node.environments.tools import PARSERS, CallParser
 from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.engine import Completion
 from primerl.node.models.huggingface import COMPACT_TEMPLATE
+
+if TYPE_CHECKING:
+    from primerl.node.environments import tools
+
+late_imports = imported_late(globals(), tools="primerl.node.environments.tools")
 
 TASKSETS = Path(__file__).parent / "tasksets"
 Start = Callable[..., Awaitable[Environment]]
@@ -203,7 +208,7 @@ async def test_what_cannot_be_read_as_a_call_ends_the_rollout(
 
 def test_brackets_too_deep_for_json_are_no_call() -> None:
     text = '<tool_call>{"name": "add", "arguments": ' + "[" * 100_000 + "</tool_call>"
-    assert CallParser("hermes").read(text) == (text, [])
+    assert tools.CallParser("hermes").read(text) == (text, [])
 
 
 async def test_the_last_turn_may_call_a_tool(start: Start, tmp_path: Path) -> None:
@@ -227,12 +232,12 @@ WRITTEN = {
 
 
 def test_calls_of_every_form_are_read() -> None:
-    assert WRITTEN.keys() == PARSERS.keys()
+    assert WRITTEN.keys() == tools.PARSERS.keys()
     for form, text in WRITTEN.items():
-        content, (found,) = CallParser(form).read(f"<think>hm</think>I add.{text}")
+        content, (found,) = tools.CallParser(form).read(f"<think>hm</think>I add.{text}")
         assert content == "<think>hm</think>I add."
         assert (found.name, found.arguments) == ("add", {"a": 1})
-        assert CallParser(form).read("plain <text>") == ("plain <text>", [])
+        assert tools.CallParser(form).read("plain <text>") == ("plain <text>", [])
 
 
 @pytest.mark.slow

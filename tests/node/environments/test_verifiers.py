@@ -531,6 +531,10 @@ async def test_an_engine_that_dies_in_a_game_is_not_the_games_fault(start: Start
 
 @pytest.fixture
 def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    from verifiers.v1.clients import base
+
+    # replaced for the whole process, which otherwise is one environment's
+    monkeypatch.setattr(base, "build_async_httpx", base.build_async_httpx)
     monkeypatch.syspath_prepend(TASKSETS)
 
     async def start(name: str, *, judged: bool, **args: object) -> Environment:

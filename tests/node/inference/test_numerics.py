@@ -12,18 +12,6 @@ from primerl.node.config.engine import EngineConfig
 from primerl.node.config.run import RunConfig, VerificationConfig
 from primerl.node.errors import UsageError
 from primerl.node.inference import numerics
-from primerl.node.inference.numerics import (
-    check_exact,
-    check_keeps,
-    check_kept,
-    check_quantization,
-    check_routes,
-    config_for_run,
-    engine_class,
-    family_of,
-    numerics_of,
-    widest,
-)
 from primerl.node.verification.bounds import BUILT_IN, EXACT, proof_contract
 from primerl.protocol.manifests import ProofContract, RouteShape, encode
 from primerl.protocol.numerics import NumericsClass
@@ -34,13 +22,13 @@ def config(**fields: Any) -> EngineConfig:
 
 
 def named(**fields: Any) -> str:
-    return engine_class(config(**fields), "0.32.0", lambda: "NVIDIA H100")
+    return numerics.engine_class(config(**fields), "0.32.0", lambda: "NVIDIA H100")
 
 
 def test_a_class_names_release_device_and_cut() -> None:
     assert named() == "vLLM 0.32.0, NVIDIA H100, tp 1"
     assert named(tp=4, pp=2) == "vLLM 0.32.0, NVIDIA H100, tp 4, pp 2"
-    assert engine_class(config(), "0.33.0", lambda: "NVIDIA H100") != named()
+    assert numerics.engine_class(config(), "0.33.0", lambda: "NVIDIA H100") != named()
 
 
 def test_a_class_on_gpus_names_the_kernels_that_are_not_vllms(
@@ -65,9 +53,13 @@ def test_what_may_choose_a_kernel_is_in_the_class_and_memory_is_not() -> None:
 
 
 def test_gpus_of_one_family_have_one_name() -> None:
-    assert family_of("NVIDIA H100 80GB HBM3") == family_of("NVIDIA H100 PCIe") == "NVIDIA H100"
-    assert family_of("NVIDIA GeForce RTX 4090") == "NVIDIA GeForce RTX 4090"
-    assert family_of("a device") == "a device"
+    assert (
+        numerics.family_of("NVIDIA H100 80GB HBM3")
+        == numerics.family_of("NVIDIA H100 PCIe")
+        == "NVIDIA H100"
+    )
+    assert numerics.family_of("NVIDIA GeForce RTX 4090") == "NVIDIA GeForce RTX 4090"
+    assert numerics.family_of("a device") == "a device"
 
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -79,11 +71,11 @@ def stated(*gpus: str, pipeline: bool = False, **engine: Any) -> NumericsClass:
     def count(asked: EngineConfig) -> int:
         return 0 if asked.device == "cpu" else len(gpus)
 
-    return numerics_of(
+    return numerics.numerics_of(
         told,
         pipeline=pipeline,
         release=lambda: "0.25.1",
-        device=lambda: family_of(gpus[0]),
+        device=lambda: numerics.family_of(gpus[0]),
         gpus=count,
     )
 
@@ -143,14 +135,14 @@ def test_the_name_of_a_class_fits_whatever_the_options_are() -> None:
 
 
 def test_the_embedded_engine_states_the_release_of_torch() -> None:
-    assert numerics_of(EngineConfig(device="cpu")).release == version("torch")
+    assert numerics.numerics_of(EngineConfig(device="cpu")).release == version("torch")
 
 
 def test_a_processor_is_named_by_its_widest_instructions() -> None:
-    assert widest("model name: a\nflags\t\t: fpu avx2 avx512f amx_tile\n") == "amx_tile"
-    assert widest("flags : fpu avx2\n") == "avx2"
-    assert widest("Features : fp asimd\n") == "asimd"
-    assert widest("") == ""
+    assert numerics.widest("model name: a\nflags\t\t: fpu avx2 avx512f amx_tile\n") == "amx_tile"
+    assert numerics.widest("flags : fpu avx2\n") == "avx2"
+    assert numerics.widest("Features : fp asimd\n") == "asimd"
+    assert numerics.widest("") == ""
 
 
 def exact_contract() -> ProofContract:
@@ -161,7 +153,7 @@ def exact_contract() -> ProofContract:
 def test_an_exact_run_has_bounds_of_rounding_and_the_class_of_its_trainer() -> None:
     contract = exact_contract()
     assert (contract.reject, contract.suspect) == EXACT
-    assert contract.engine_class == engine_class(config())
+    assert contract.engine_class == numerics.engine_class(config())
     assert contract.bounds == "fixed", "there is no noise to measure"
     for exact, calibrated in zip(EXACT, BUILT_IN["float32"], strict=True):
         assert exact.sampling < calibrated.sampling / 50
@@ -177,17 +169,17 @@ def test_calibrated_numerics_leave_no_trace_in_a_manifest() -> None:
 def test_only_engines_of_its_class_take_part_in_an_exact_run() -> None:
     run = structs.replace(MANIFEST, proofs=exact_contract())
     own = config()
-    check_exact(own, run)
-    assert config_for_run(own, run).batch_invariant
-    assert config_for_run(own, MANIFEST) == own
-    check_exact(EngineConfig(), MANIFEST)
+    numerics.check_exact(own, run)
+    assert numerics.config_for_run(own, run).batch_invariant
+    assert numerics.config_for_run(own, MANIFEST) == own
+    numerics.check_exact(EngineConfig(), MANIFEST)
     with pytest.raises(UsageError, match=r"set engine\.type to vllm"):
-        check_exact(EngineConfig(), run)
+        numerics.check_exact(EngineConfig(), run)
     with pytest.raises(UsageError, match=r"exact for .* tp 1, and this machine is .* tp 2"):
-        check_exact(config(tp=2), run)
+        numerics.check_exact(config(tp=2), run)
     mtp = {"speculative_config": {"method": "mtp", "model": ".", "num_speculative_tokens": 1}}
     with pytest.raises(UsageError, match=r"remove engine\.vllm\.speculative_config"):
-        check_exact(config(vllm=mtp), run)
+        numerics.check_exact(config(vllm=mtp), run)
     with pytest.raises(ValueError, match=r"remove engine\.vllm\.speculative_config"):
         RunConfig(engine=config(vllm=mtp), verification=VerificationConfig(numerics="exact"))
 
@@ -199,11 +191,11 @@ def test_the_manifest_decides_the_quantization_and_no_config_contradicts_it() ->
     )
     for given in ({}, {"quantization": "fp8"}):
         own = EngineConfig.model_validate(given)
-        check_quantization(own, QUANTIZED)
-        assert config_for_run(own, QUANTIZED).quantization == "fp8"
+        numerics.check_quantization(own, QUANTIZED)
+        assert numerics.config_for_run(own, QUANTIZED).quantization == "fp8"
     for run, other, named in ((QUANTIZED, "none", "fp8"), (MANIFEST, "fp8", "none")):
         with pytest.raises(UsageError, match=rf"says quantization {named}, .*is {other}: leave it"):
-            check_quantization(EngineConfig.model_validate({"quantization": other}), run)
+            numerics.check_quantization(EngineConfig.model_validate({"quantization": other}), run)
 
 
 KEEPING = structs.replace(MANIFEST, proofs=structs.replace(MANIFEST.proofs, kv_cache="kept"))
@@ -213,12 +205,12 @@ def test_the_manifest_decides_whether_engines_keep_keys_and_values() -> None:
     assert b"kv_cache" not in encode(MANIFEST)
     engine = EngineConfig(type="vllm", keep_kv_cache=True)
     assert proof_contract(RunConfig(engine=engine)).kv_cache == "kept"
-    assert config_for_run(EngineConfig(type="vllm"), KEEPING).keep_kv_cache
-    assert not config_for_run(engine, MANIFEST).keep_kv_cache
-    check_kept(EngineConfig(type="vllm"), KEEPING)
-    check_kept(EngineConfig(), MANIFEST)
+    assert numerics.config_for_run(EngineConfig(type="vllm"), KEEPING).keep_kv_cache
+    assert not numerics.config_for_run(engine, MANIFEST).keep_kv_cache
+    numerics.check_kept(EngineConfig(type="vllm"), KEEPING)
+    numerics.check_kept(EngineConfig(), MANIFEST)
     with pytest.raises(UsageError, match=r"keep keys and values: only vLLM .*set engine\.type to"):
-        check_kept(EngineConfig(), KEEPING)
+        numerics.check_kept(EngineConfig(), KEEPING)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +271,10 @@ def test_the_auditor_of_a_run_that_keeps_a_cache_is_vllm_in_any_dtype() -> None:
 def test_only_layers_of_full_attention_keep_their_blocks(shape: dict[str, Any], kind: str) -> None:
     keeping = EngineConfig(type="vllm", keep_kv_cache=True)
     with pytest.raises(UsageError, match=f"the model has {kind}, .*leave engine.keep_kv_cache out"):
-        check_keeps(keeping, shape)
-    check_keeps(EngineConfig(), shape)
-    check_keeps(keeping, {"sliding_window": 4096, "use_sliding_window": False})
-    check_keeps(keeping, {"layer_types": ["full_attention"]})
+        numerics.check_keeps(keeping, shape)
+    numerics.check_keeps(EngineConfig(), shape)
+    numerics.check_keeps(keeping, {"sliding_window": 4096, "use_sliding_window": False})
+    numerics.check_keeps(keeping, {"layer_types": ["full_attention"]})
 
 
 def test_fp8_is_refused_where_the_batch_must_not_matter() -> None:
@@ -296,12 +288,12 @@ def test_fp8_is_refused_where_the_batch_must_not_matter() -> None:
 
 def test_stages_on_one_host_do_not_take_part_in_a_run_that_replays_routes() -> None:
     run = structs.replace(MANIFEST, routes=RouteShape(layers=2, experts=8, top_k=2))
-    check_routes(config(tp=2), run)
-    assert config_for_run(config(tp=2), run).enable_return_routed_experts
-    check_routes(config(pp=2), MANIFEST)
-    check_routes(EngineConfig(), run)
+    numerics.check_routes(config(tp=2), run)
+    assert numerics.config_for_run(config(tp=2), run).enable_return_routed_experts
+    numerics.check_routes(config(pp=2), MANIFEST)
+    numerics.check_routes(EngineConfig(), run)
     with pytest.raises(UsageError, match=r"which experts read a token: set engine\.pp to 1"):
-        check_routes(config(pp=2), run)
+        numerics.check_routes(config(pp=2), run)
     told: dict[str, Any] = {"training": {"enable_router_replay": True}}
     with pytest.raises(
         ValueError, match=r"set engine\.pp to 1, or leave training\.enable_router_replay"

@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from primerl.node.inference.handover import (
-    POSITIONS,
-    VALUES,
-    WHOLE,
-    WHOLE_FROM,
-    make_delta,
-    read_spans,
-)
+from primerl.node.inference import handover
 from primerl.node.inference.parameter_placement import ParameterPlacement, trace, write
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.weights.state import State
@@ -124,13 +117,13 @@ def test_what_is_written_element_by_element_is_what_the_loader_would_have_copied
     placement = places(model, old)
     model.load(list(pairs(old)))
     wanted.load(list(pairs(blended)))
-    delta = make_delta(blended, changed, placement.placeless)
+    delta = handover.make_delta(blended, changed, placement.placeless)
     for key, tensor in delta.tensors.items():
-        if key.startswith(WHOLE):
-            model.load([(key.removeprefix(WHOLE), to_torch(tensor))])
-    values = to_torch(delta.tensors[VALUES + "BF16"])
-    positions = to_torch(delta.tensors[POSITIONS + "BF16"])
-    for one in placement.prepare(read_spans(delta.metadata["BF16"]), positions, values):
+        if key.startswith(handover.WHOLE):
+            model.load([(key.removeprefix(handover.WHOLE), to_torch(tensor))])
+    values = to_torch(delta.tensors[handover.VALUES + "BF16"])
+    positions = to_torch(delta.tensors[handover.POSITIONS + "BF16"])
+    for one in placement.prepare(handover.read_spans(delta.metadata["BF16"]), positions, values):
         one.run()
     for name, parameter in model.parameters.items():
         assert parameter.equal(wanted.parameters[name]), name
@@ -223,17 +216,17 @@ def test_a_tensor_that_another_stage_has_is_absent_and_updates_of_it_write_nothi
 
 def test_much_that_changed_and_what_has_no_place_goes_whole() -> None:
     state = {"a": from_torch(torch.zeros(80), "BF16"), "b": from_torch(torch.zeros(80), "F32")}
-    few, many = np.arange(80 // WHOLE_FROM), np.arange(80 // WHOLE_FROM + 1)
-    sparse = make_delta(state, {"a": few, "b": few}, ())
+    few, many = np.arange(80 // handover.WHOLE_FROM), np.arange(80 // handover.WHOLE_FROM + 1)
+    sparse = handover.make_delta(state, {"a": few, "b": few}, ())
     assert sorted(sparse.tensors) == [
-        *(POSITIONS + dtype for dtype in ("BF16", "F32")),
-        *(VALUES + dtype for dtype in ("BF16", "F32")),
+        *(handover.POSITIONS + dtype for dtype in ("BF16", "F32")),
+        *(handover.VALUES + dtype for dtype in ("BF16", "F32")),
     ]
-    assert sparse.tensors[POSITIONS + "F32"].dtype == "I32"
-    whole = make_delta(state, {"a": many, "b": few}, {"b"})
-    assert sorted(whole.tensors) == [WHOLE + "a", WHOLE + "b"]
-    assert make_delta(state, {"a": None}, ()).tensors == {WHOLE + "a": state["a"]}
-    nothing = make_delta(state, {"a": few[:0]}, ())
+    assert sparse.tensors[handover.POSITIONS + "F32"].dtype == "I32"
+    whole = handover.make_delta(state, {"a": many, "b": few}, {"b"})
+    assert sorted(whole.tensors) == [handover.WHOLE + "a", handover.WHOLE + "b"]
+    assert handover.make_delta(state, {"a": None}, ()).tensors == {handover.WHOLE + "a": state["a"]}
+    nothing = handover.make_delta(state, {"a": few[:0]}, ())
     assert (nothing.tensors, nothing.metadata) == ({}, {})
 
 

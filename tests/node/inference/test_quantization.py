@@ -9,17 +9,9 @@ from support.engine_cases import FP32, MADE, SHAPE, blended, make_qwen3, request
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, UsageError
+from primerl.node.inference import quantization
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel
-from primerl.node.inference.quantization import (
-    BLOCK,
-    FP8,
-    LEAST_SCALE,
-    dequantize,
-    dequantized_state,
-    is_quantized,
-    quantize,
-)
 from primerl.node.weights.state import State
 
 TOKENS = torch.randint(0, 272, (3, 40), generator=torch.Generator().manual_seed(0))
@@ -52,16 +44,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State, State]
 
 @pytest.mark.parametrize(("row", "codes", "scale"), GOLDEN)
 def test_golden_bytes(row: list[float], codes: str, scale: str) -> None:
-    found, scales = quantize(torch.tensor([row]).bfloat16())
+    found, scales = quantization.quantize(torch.tensor([row]).bfloat16())
     assert found.view(torch.uint8).numpy().tobytes().hex(" ") == codes
     assert scales.numpy().astype("<f4").tobytes().hex() == scale
 
 
 def test_each_code_is_the_nearest_number_that_fp8_has() -> None:
-    numbers = torch.arange(256, dtype=torch.uint8).view(FP8).double()
+    numbers = torch.arange(256, dtype=torch.uint8).view(quantization.FP8).double()
     numbers = numbers[numbers.isfinite()]
     original = weight(16, 512)
-    codes, scales = quantize(original)
+    codes, scales = quantization.quantize(original)
     exact = original.double() / scales.double()[:, None]
     nearest = (exact[..., None] - numbers).abs().amin(-1)
     assert torch.allclose((exact - codes.double()).abs(), nearest, rtol=0, atol=1e-4)
@@ -71,10 +63,10 @@ def test_each_code_is_the_nearest_number_that_fp8_has() -> None:
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
     """Tensor parallelism may cut outputs anywhere; so may the blocks that are quantized at once."""
     whole = weight(2500, 2048)
-    assert whole.numel() > BLOCK
-    codes, scales = quantize(whole)
+    assert whole.numel() > quantization.BLOCK
+    codes, scales = quantization.quantize(whole)
     for rows in (slice(1), slice(7, 8), slice(2040, 2060)):
-        part, own = quantize(whole[rows].clone())
+        part, own = quantization.quantize(whole[rows].clone())
         assert same(part, codes[rows])
         assert torch.equal(own, scales[rows])
 
@@ -82,7 +74,7 @@ def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
 def test_one_huge_weight_coarsens_its_own_row_alone() -> None:
     original = weight(4, 64)
     original[1, 5] = 2.0**20
-    found = dequantize(*quantize(original), torch.float32)
+    found = quantization.dequantize(*quantization.quantize(original), torch.float32)
     assert float(found[1, 5]) == pytest.approx(2.0**20, rel=1e-6)
     assert int(found[1].count_nonzero()) == 1
     calm = [0, 2, 3]
@@ -94,29 +86,31 @@ def test_a_weight_that_is_not_finite_is_refused(bad: float) -> None:
     original = weight(4, 64)
     original[2, 3] = bad
     with pytest.raises(EngineError, match="infinite or NaN"):
-        quantize(original)
+        quantization.quantize(original)
 
 
 def test_an_empty_weight_and_one_of_fp32_are_quantized() -> None:
-    codes, scales = quantize(torch.zeros(3, 0))
+    codes, scales = quantization.quantize(torch.zeros(3, 0))
     assert codes.shape == (3, 0)
-    assert scales.tolist() == [LEAST_SCALE] * 3
+    assert scales.tolist() == [quantization.LEAST_SCALE] * 3
     original = weight(4, 64)
     kept = original.float()
-    assert same(quantize(kept)[0], quantize(original)[0])
+    assert same(quantization.quantize(kept)[0], quantization.quantize(original)[0])
     assert torch.equal(kept, original.float())
 
 
 def test_linear_layers_are_quantized_and_nothing_else(model: tuple[Path, State, State]) -> None:
     _, state, _ = model
-    names = {name for name, tensor in state.items() if is_quantized(name, tensor.shape)}
+    names = {
+        name for name, tensor in state.items() if quantization.is_quantized(name, tensor.shape)
+    }
     kinds = {name.split(".")[-2] for name in names}
     assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert len(names) == 7 * MADE["num_hidden_layers"]
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight"):
-        assert not is_quantized(name, (8, 8))
-    assert not is_quantized("model.layers.0.self_attn.q_proj.bias", (8,))
-    after = dequantized_state(state, torch.float32)
+        assert not quantization.is_quantized(name, (8, 8))
+    assert not quantization.is_quantized("model.layers.0.self_attn.q_proj.bias", (8,))
+    after = quantization.dequantized_state(state, torch.float32)
     assert {name for name in state if after[name] is not state[name]} == names
 
 

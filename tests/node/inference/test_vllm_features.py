@@ -12,21 +12,6 @@ from safetensors.torch import save_file
 from primerl.node.config.engine import EngineConfig
 from primerl.node.errors import EngineError, UsageError
 from primerl.node.inference import vllm_arguments
-from primerl.node.inference.vllm_arguments import (
-    REFUSALS,
-    REFUSED,
-    SUPPORTED,
-    check_family,
-    check_installed,
-    check_names,
-    check_overrides,
-    check_release,
-    engine_arguments,
-    installed_arguments,
-    installed_release,
-    keeps_elsewhere,
-    read_arguments,
-)
 
 SOURCE = '''
 @dataclass
@@ -52,11 +37,11 @@ class Other:
 FIELDS = frozenset({"model", "gpu_memory_utilization", "enable_log_requests"})
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", vllm_arguments.REFUSED)
 def test_what_would_break_a_contract_is_refused_with_the_reason_and_what_to_do(name: str) -> None:
-    option = REFUSED[name]
+    option = vllm_arguments.REFUSED[name]
     with pytest.raises(UsageError) as caught:
-        check_overrides({"gpu_memory_utilization": 0.5, name: 1})
+        vllm_arguments.check_overrides({"gpu_memory_utilization": 0.5, name: 1})
     text = str(caught.value)
     assert text == f"engine.vllm.{name} cannot be set ({option.reason}): {option.advice}"
     assert option.advice.startswith(("remove it", "set engine."))
@@ -77,7 +62,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 2, "model": "."}
     ],
 )
 def test_drafts_of_n_grams_and_of_the_models_own_head_pass(config: dict[str, Any] | None) -> None:
-    check_overrides({"speculative_config": config})
+    vllm_arguments.check_overrides({"speculative_config": config})
 
 
 @pytest.mark.parametrize(
@@ -109,7 +94,7 @@ def test_drafts_of_n_grams_and_of_the_models_own_head_pass(config: dict[str, Any
 )
 def test_other_drafts_are_refused_by_name_with_the_reason(config: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=rf"^engine\.vllm\.speculative_config.*{reason}"):
-        check_overrides({"speculative_config": config})
+        vllm_arguments.check_overrides({"speculative_config": config})
 
 
 def test_drafts_take_one_engine_and_attention_that_can_go_back() -> None:
@@ -119,11 +104,11 @@ def test_drafts_take_one_engine_and_attention_that_can_go_back() -> None:
     with pytest.raises(ValueError, match=r"pp and vllm\.speculative_config cannot be combined"):
         EngineConfig(pp=2, vllm={"speculative_config": NGRAM})
     linear = {"layer_types": ["linear_attention", "full_attention"]}
-    check_family(EngineConfig(), linear, cpu=False)
+    vllm_arguments.check_family(EngineConfig(), linear, cpu=False)
     with pytest.raises(EngineError, match=r"remove engine\.vllm\.speculative_config"):
-        check_family(drafting, linear, cpu=False)
+        vllm_arguments.check_family(drafting, linear, cpu=False)
     with pytest.raises(UsageError, match=r"async_scheduling and speculative_config"):
-        check_overrides({"speculative_config": NGRAM, "async_scheduling": True})
+        vllm_arguments.check_overrides({"speculative_config": NGRAM, "async_scheduling": True})
 
 
 def test_a_head_that_drafts_is_of_the_runs_model(tmp_path: Path) -> None:
@@ -140,24 +125,24 @@ def test_a_head_that_drafts_is_of_the_runs_model(tmp_path: Path) -> None:
 
     head = "model.layers.2.eh_proj.weight"
     write(shape, "model.norm.weight", head)
-    check_family(config, shape, cpu=True)
-    arguments = engine_arguments(config, tmp_path, shape, cpu=False)
+    vllm_arguments.check_family(config, shape, cpu=True)
+    arguments = vllm_arguments.engine_arguments(config, tmp_path, shape, cpu=False)
     assert arguments["async_scheduling"] is False
     assert arguments["speculative_config"] == {
         **config.vllm["speculative_config"],
         "draft_load_config": {"load_format": "safetensors"},
     }
     with pytest.raises(EngineError, match="deepseek_v3 and glm4_moe only, not for qwen3"):
-        check_family(config, shape | {"model_type": "qwen3"}, cpu=True)
+        vllm_arguments.check_family(config, shape | {"model_type": "qwen3"}, cpu=True)
     with pytest.raises(EngineError, match="has vocab_size 16, and the run's model 32"):
-        check_family(config, shape | {"vocab_size": 32}, cpu=True)
+        vllm_arguments.check_family(config, shape | {"vocab_size": 32}, cpu=True)
     write(shape, "model.norm.weight")  # as transformers saves it
     with pytest.raises(EngineError, match=f"has no MTP head .{re.escape(head)}"):
-        check_family(config, shape, cpu=True)
+        vllm_arguments.check_family(config, shape, cpu=True)
     none = shape | {"num_nextn_predict_layers": 0}
     write(none, "model.norm.weight", head)
     with pytest.raises(EngineError, match="has no MTP head"):
-        check_family(config, none, cpu=True)
+        vllm_arguments.check_family(config, none, cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -169,16 +154,18 @@ def test_a_head_that_drafts_is_of_the_runs_model(tmp_path: Path) -> None:
     ],
 )
 def test_what_was_asked_about_has_an_answer(name: str) -> None:
-    assert name in REFUSED
+    assert name in vllm_arguments.REFUSED
 
 
 def test_known_harmless_options_pass_and_so_do_unlisted_ones() -> None:
     harmless = ("kv_offloading_size", "enable_expert_parallel", "enable_prefix_caching")
-    check_overrides({name: 1 for name in (*harmless, "gpu_memory_utilization", "some_new_one")})
+    vllm_arguments.check_overrides(
+        {name: 1 for name in (*harmless, "gpu_memory_utilization", "some_new_one")}
+    )
 
 
 def test_no_argument_has_two_answers() -> None:
-    names = [name for option in REFUSALS for name in option.names.split()]
+    names = [name for option in vllm_arguments.REFUSALS for name in option.names.split()]
     assert len(set(names)) == len(names)
 
 
@@ -194,7 +181,7 @@ def test_no_argument_has_two_answers() -> None:
     ],
 )
 def test_a_refused_argument_that_says_the_default_passes(harmless: dict[str, Any]) -> None:
-    check_overrides(harmless)
+    vllm_arguments.check_overrides(harmless)
 
 
 @pytest.mark.parametrize(
@@ -218,32 +205,36 @@ def test_a_refused_argument_that_says_the_default_passes(harmless: dict[str, Any
 )
 def test_other_values_do_not(harmful: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(harmful))):
-        check_overrides(harmful)
+        vllm_arguments.check_overrides(harmful)
 
 
 def test_it_is_known_what_keeps_keys_outside_of_vllm_s_own_cache() -> None:
-    assert keeps_elsewhere({"kv_offloading_size": 4})
-    assert keeps_elsewhere({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}})
-    assert not keeps_elsewhere({"kv_offloading_size": None, "enable_prefix_caching": True})
+    assert vllm_arguments.keeps_elsewhere({"kv_offloading_size": 4})
+    assert vllm_arguments.keeps_elsewhere(
+        {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
+    )
+    assert not vllm_arguments.keeps_elsewhere(
+        {"kv_offloading_size": None, "enable_prefix_caching": True}
+    )
 
 
 def test_keys_and_values_in_fp8_are_allowed_without_audits() -> None:
-    check_overrides({"kv_cache_dtype": "fp8"}, proven=False)
+    vllm_arguments.check_overrides({"kv_cache_dtype": "fp8"}, proven=False)
     with pytest.raises(UsageError, match="quantization"):
-        check_overrides({"quantization": "fp8"}, proven=False)
+        vllm_arguments.check_overrides({"quantization": "fp8"}, proven=False)
 
 
 def test_the_arguments_are_the_fields_of_both_classes_and_nothing_else() -> None:
-    assert read_arguments(SOURCE) == FIELDS
+    assert vllm_arguments.read_arguments(SOURCE) == FIELDS
 
 
 def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest_that_it_has() -> None:
-    check_names({"gpu_memory_utilization": 1}, FIELDS)
+    vllm_arguments.check_names({"gpu_memory_utilization": 1}, FIELDS)
     with pytest.raises(UsageError, match="did you mean gpu_memory_utilization"):
-        check_names({"gpu_memory_utilisation": 1}, FIELDS)
+        vllm_arguments.check_names({"gpu_memory_utilisation": 1}, FIELDS)
     with pytest.raises(UsageError, match="remove it"):
-        check_names({"xyz": 1}, FIELDS)
-    check_names({"xyz": 1}, frozenset())  # nothing is installed that could be asked
+        vllm_arguments.check_names({"xyz": 1}, FIELDS)
+    vllm_arguments.check_names({"xyz": 1}, frozenset())  # nothing is installed that could be asked
 
 
 def test_release_and_arguments_are_read_from_where_vllm_lies(
@@ -255,35 +246,35 @@ def test_release_and_arguments_are_read_from_where_vllm_lies(
     (tmp_path / "vllm" / "_version.py").write_text(f"{broken}\n__version__ = version = '0.24.1'\n")
     (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(f"{broken}\n{SOURCE}")
     monkeypatch.setattr(vllm_arguments, "_places", lambda: [str(tmp_path / "vllm")])
-    installed_arguments.cache_clear()
+    vllm_arguments.installed_arguments.cache_clear()
     try:
-        assert installed_arguments() == FIELDS
+        assert vllm_arguments.installed_arguments() == FIELDS
     finally:
-        installed_arguments.cache_clear()
-    assert installed_release() == "0.24.1"
-    with pytest.raises(EngineError, match=re.escape(SUPPORTED)):
-        check_installed()
+        vllm_arguments.installed_arguments.cache_clear()
+    assert vllm_arguments.installed_release() == "0.24.1"
+    with pytest.raises(EngineError, match=re.escape(vllm_arguments.SUPPORTED)):
+        vllm_arguments.check_installed()
 
 
 def test_without_vllm_there_is_nothing_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_arguments, "_places", list[str])
-    installed_arguments.cache_clear()
+    vllm_arguments.installed_arguments.cache_clear()
     try:
-        assert installed_arguments() == frozenset()
+        assert vllm_arguments.installed_arguments() == frozenset()
     finally:
-        installed_arguments.cache_clear()
-    assert installed_release() == ""
-    check_installed()
+        vllm_arguments.installed_arguments.cache_clear()
+    assert vllm_arguments.installed_release() == ""
+    vllm_arguments.check_installed()
 
 
 @pytest.mark.parametrize("release", ["0.25.1", "0.25.2", "0.32.0", "0.32.1+cpu"])
 def test_the_two_supported_releases_are_accepted(release: str) -> None:
-    check_release(release)
+    vllm_arguments.check_release(release)
 
 
 @pytest.mark.parametrize(
     "release", ["0.9.2", "0.25.0", "0.26.0", "0.31.2", "0.33.0", "1.0.0", "dev"]
 )
 def test_another_release_is_refused_by_naming_both(release: str) -> None:
-    with pytest.raises(EngineError, match=re.escape(SUPPORTED)):
-        check_release(release)
+    with pytest.raises(EngineError, match=re.escape(vllm_arguments.SUPPORTED)):
+        vllm_arguments.check_release(release)

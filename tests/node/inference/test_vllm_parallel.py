@@ -8,15 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.engine_cases import (
-    FP32,
-    MAX_LENGTH,
-    SHAPE,
-    blended,
-    make_qwen3,
-    started,
-    varied_requests,
-)
+from support import engine_cases
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError
@@ -43,13 +35,13 @@ LAYERS = 3
 
 
 def spread(**fields: Any) -> EngineConfig:
-    return EngineConfig(type="vllm", max_model_len=MAX_LENGTH, max_batch=8, **fields)
+    return EngineConfig(type="vllm", max_model_len=engine_cases.MAX_LENGTH, max_batch=8, **fields)
 
 
 async def completions_of(engine: Engine) -> list[Completion]:
     """One after the other, and then all at once."""
-    first = [await engine.generate(one) for one in varied_requests()]
-    return first + await asyncio.gather(*map(engine.generate, varied_requests()))
+    first = [await engine.generate(one) for one in engine_cases.varied_requests()]
+    return first + await asyncio.gather(*map(engine.generate, engine_cases.varied_requests()))
 
 
 def far(model_dir: Path, state: State, completion: Completion, prompt: tuple[int, ...]) -> float:
@@ -83,12 +75,12 @@ async def test_however_it_is_spread_the_same_is_drawn_and_updates_are_written_in
 ) -> None:
     """272 words of 320 leave padding to the second rank; an update is to the last bit what a load gives."""
     torch.set_num_threads(1)
-    shape = SHAPE | {"head_dim": 32, "num_hidden_layers": LAYERS}
-    states = [make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
-    new, changed = blended(states[0], states[1], 0.05)
-    plain, engine = HfEngine(FP32), build_engine(spread(**fields))
+    shape = engine_cases.SHAPE | {"head_dim": 32, "num_hidden_layers": LAYERS}
+    states = [engine_cases.make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
+    new, changed = engine_cases.blended(states[0], states[1], 0.05)
+    plain, engine = HfEngine(engine_cases.FP32), build_engine(spread(**fields))
     try:
-        await started(plain, tmp_path / "0", states[0])
+        await engine_cases.started(plain, tmp_path / "0", states[0])
         await engine.start(tmp_path / "0", fingerprint="projection")
         odd = {**states[0], "model.layers.7.mlp.up_proj.weight": states[0]["model.norm.weight"]}
         with pytest.raises(EngineError, match="does not fit the model"):
@@ -98,14 +90,14 @@ async def test_however_it_is_spread_the_same_is_drawn_and_updates_are_written_in
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
         for one, other in zip(found, wanted, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        for one, completion in zip(varied_requests(), found, strict=False):
+        for one, completion in zip(engine_cases.varied_requests(), found, strict=False):
             assert far(tmp_path / "0", states[0], completion, one.prompt) < 0.01
         with caplog.at_level(logging.INFO):
             await engine.update(1, new, changed)
         assert "loaded whole" not in caplog.text
-        updated = [await engine.generate(one) for one in varied_requests()]
+        updated = [await engine.generate(one) for one in engine_cases.varied_requests()]
         await engine.load(1, new)
-        assert [await engine.generate(one) for one in varied_requests()] == updated
+        assert [await engine.generate(one) for one in engine_cases.varied_requests()] == updated
         assert [one.logprobs for one in updated] != [one.logprobs for one in found[: len(updated)]]
     finally:
         await engine.close()
@@ -119,16 +111,16 @@ async def test_ranks_with_parts_of_the_experts_record_what_one_engine_does(
     """Every rank routes all tokens, so the one that is asked has all routes; `whole`: expert parallel."""
     torch.set_num_threads(1)
     fields = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    shape = SHAPE | {"head_dim": 32, **fields}
-    states = [make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
-    new, changed = blended(states[0], states[1], 0.05)
+    shape = engine_cases.SHAPE | {"head_dim": 32, **fields}
+    states = [engine_cases.make_qwen3(tmp_path / str(seed), seed, shape) for seed in range(2)]
+    new, changed = engine_cases.blended(states[0], states[1], 0.05)
     told = {"enable_return_routed_experts": True}
     vllm = {"enable_expert_parallel": True} if whole else {}
-    plain = HfEngine(FP32.model_copy(update=told))
+    plain = HfEngine(engine_cases.FP32.model_copy(update=told))
     engine = build_engine(spread(tp=2, vllm=vllm, **told))
     try:
-        await started(plain, tmp_path / "0", states[0])
-        await started(engine, tmp_path / "0", states[0])
+        await engine_cases.started(plain, tmp_path / "0", states[0])
+        await engine_cases.started(engine, tmp_path / "0", states[0])
         for version in range(2):
             found, wanted = await completions_of(engine), await completions_of(plain)
             assert [one.token_ids for one in found] == [one.token_ids for one in wanted]

@@ -10,18 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from primerl.node.inference import prefill
 from primerl.node.inference.fingerprint import signs
-from primerl.node.inference.prefill import (
-    LOGPROB,
-    MARGIN,
-    PREFILL,
-    PROJECTED,
-    ROUTING,
-    make_claims,
-    not_computed,
-    read_rows,
-    with_support,
-)
 from primerl.node.inference.sampler import MOST_MARGIN, Narrowed, draw
 from primerl.node.inference.vllm_prefill import PromptReader
 from primerl.node.inference.vllm_sampling import HiddenProjection, RouteBuffer
@@ -126,7 +116,7 @@ class Engine:
         top_k: int = 0,
         width: int = 0,
     ) -> None:
-        extra = {PREFILL: [ord(name[0]), temperature, top_k, 1.0, claims, width]}
+        extra = {prefill.PREFILL: [ord(name[0]), temperature, top_k, 1.0, claims, width]}
         self.waiting.append(
             SimpleNamespace(req_id=name, sampling_params=SimpleNamespace(extra_args=extra))
         )
@@ -145,7 +135,7 @@ class Engine:
     def rows(self, name: str) -> NDArray[np.float32]:
         [[key, rows]] = self.reader.collect([ord(name[0])])
         assert key == ord(name[0])
-        return read_rows(rows)
+        return prefill.read_rows(rows)
 
 
 @pytest.fixture(params=[False, True], ids=["V1", "V2"])
@@ -172,9 +162,9 @@ def claims(
     raw = np.zeros((count, ROUTES.token_bytes), np.uint8)
     if routes is not None:
         raw[:] = routes.reshape(count, -1)
-    found = make_claims(np.array(places), np.full(count, seed), np.array(tokens), raw)
+    found = prefill.make_claims(np.array(places), np.full(count, seed), np.array(tokens), raw)
     if support is not None:
-        found = with_support(found, support)
+        found = prefill.with_support(found, support)
     found["drawn"] = drawn
     found["routed"] = routes is not None
     return found.tobytes()
@@ -199,11 +189,11 @@ def test_claimed_places_are_measured_as_they_were_drawn(engine: Engine) -> None:
     engine.add("a", claims(places, 7, tokens), temperature=0.8)
     engine.step(a=8)
     rows = engine.rows("a")
-    assert rows[:, PROJECTED:] == pytest.approx(projected("a", places), abs=1e-5)
-    assert (rows[:, MARGIN] == 0).all()
+    assert rows[:, prefill.PROJECTED :] == pytest.approx(projected("a", places), abs=1e-5)
+    assert (rows[:, prefill.MARGIN] == 0).all()
     logits = torch.stack([hidden_state("a", place - 1) for place in places]) @ HEAD / 0.8
     own = torch.log_softmax(logits, -1)[torch.arange(4), torch.tensor(tokens)]
-    assert rows[:, LOGPROB] == pytest.approx(own.numpy(), abs=1e-5)
+    assert rows[:, prefill.LOGPROB] == pytest.approx(own.numpy(), abs=1e-5)
 
 
 def test_a_token_that_was_not_drawn_has_a_margin(engine: Engine) -> None:
@@ -211,7 +201,7 @@ def test_a_token_that_was_not_drawn_has_a_margin(engine: Engine) -> None:
     engine.add("a", claims([3, 3], 7, [token, (token + 1) % VOCABULARY]))
     engine.step(a=3)
     rows = engine.rows("a")
-    assert rows[0, MARGIN] == 0 < rows[1, MARGIN]
+    assert rows[0, prefill.MARGIN] == 0 < rows[1, prefill.MARGIN]
 
 
 def test_each_text_is_measured_by_the_limits_it_was_drawn_under(engine: Engine) -> None:
@@ -221,9 +211,9 @@ def test_each_text_is_measured_by_the_limits_it_was_drawn_under(engine: Engine) 
         engine.add(name, claims([3, 4, 5], 7, tokens), top_k=top_k, temperature=9.0)
     engine.add("c", claims([3], 7, [int((hidden_state("c", 2) @ HEAD).argmax())]), top_k=1)
     engine.step(b=5, c=3, a=5)
-    assert (engine.rows("a")[:, MARGIN] > 0).any()
-    assert (engine.rows("b")[:, MARGIN] == 0).all()
-    assert (engine.rows("c")[:, MARGIN] == 0).all()
+    assert (engine.rows("a")[:, prefill.MARGIN] > 0).any()
+    assert (engine.rows("b")[:, prefill.MARGIN] == 0).all()
+    assert (engine.rows("c")[:, prefill.MARGIN] == 0).all()
 
 
 def test_supports_are_measured_beside_texts_that_state_none_or_others(engine: Engine) -> None:
@@ -240,9 +230,9 @@ def test_supports_are_measured_beside_texts_that_state_none_or_others(engine: En
         stated = claims(places, 7, found.tokens.tolist(), support=support)
         engine.add(name, stated, top_k=size, width=claimed)
     engine.step(b=5, c=5, a=5)
-    assert (engine.rows("a")[:, MARGIN] == 0).all()
-    assert (engine.rows("b")[:, MARGIN] == MOST_MARGIN).all()
-    assert (engine.rows("c")[:, MARGIN] == 0).all()
+    assert (engine.rows("a")[:, prefill.MARGIN] == 0).all()
+    assert (engine.rows("b")[:, prefill.MARGIN] == MOST_MARGIN).all()
+    assert (engine.rows("c")[:, prefill.MARGIN] == 0).all()
 
 
 def test_prompts_that_are_read_in_parts_and_together_keep_their_rows_apart(
@@ -255,14 +245,14 @@ def test_prompts_that_are_read_in_parts_and_together_keep_their_rows_apart(
     engine.step(a=2, c=6, b=2)
     for name, claimed in places.items():
         rows = engine.rows(name)
-        assert rows[:, PROJECTED:] == pytest.approx(projected(name, claimed), abs=1e-5)
-        assert (rows[:, MARGIN] == 0).all()
+        assert rows[:, prefill.PROJECTED :] == pytest.approx(projected(name, claimed), abs=1e-5)
+        assert (rows[:, prefill.MARGIN] == 0).all()
 
 
 def test_positions_within_a_cached_prefix_are_reported_as_not_computed(engine: Engine) -> None:
     engine.add("a", claims([3, 4, 5], 7, [0, 0, 0]), cached=3)
     engine.step(a=2)
-    assert not_computed(engine.rows("a")).tolist() == [True, False, False]
+    assert prefill.not_computed(engine.rows("a")).tolist() == [True, False, False]
 
 
 def test_what_is_not_wanted_costs_no_logits(engine: Engine) -> None:
@@ -270,7 +260,7 @@ def test_what_is_not_wanted_costs_no_logits(engine: Engine) -> None:
     engine.add("a", claims([2, 3], 7, [0, 0], drawn=False))
     engine.step(a=3)
     rows = engine.rows("a")
-    assert not not_computed(rows).any()
+    assert not prefill.not_computed(rows).any()
 
 
 def test_a_rank_without_logits_goes_on(engine: Engine) -> None:
@@ -306,12 +296,12 @@ def test_routes_are_compared_with_the_choice_for_the_token_before(engine: Engine
     engine.add("b", claims([1, 4], 7, [0, 0]))
     engine.step(b=2, a=4)
     engine.step(a=2, b=2)
-    rows = engine.rows("a")[:, ROUTING:PROJECTED]
+    rows = engine.rows("a")[:, prefill.ROUTING : prefill.PROJECTED]
     values = ranks.values
     margins = values[1, 2, 1] - values[1, 2, 4], (values[2, :, 1] - values[2, :, 2]).max()
     wanted = [[0, 0]] * 4 + [[1 / 6, margins[0]], [3 / 6, margins[1]]]
     assert rows == pytest.approx(np.array(wanted), abs=1e-6)
-    assert (engine.rows("b")[:, ROUTING:PROJECTED] == 0).all()
+    assert (engine.rows("b")[:, prefill.ROUTING : prefill.PROJECTED] == 0).all()
 
 
 def test_a_router_that_has_a_bias_ranks_by_it() -> None:
@@ -338,14 +328,14 @@ def test_a_text_that_was_given_up_is_forgotten(engine: Engine) -> None:
     assert engine.reader.collect([ord("a")]) == []
     engine.add("a", claims([2], 7, honest_tokens("a", [2], 7)))  # its id may come again
     engine.step(a=2)
-    assert engine.rows("a")[0, MARGIN] == 0
+    assert engine.rows("a")[0, prefill.MARGIN] == 0
 
 
 def test_states_that_are_no_numbers_are_infinitely_far_off(engine: Engine) -> None:
     engine.runner.model.compute_logits = no_numbers
     engine.add("a", claims([2], 7, [0]))
     engine.step(a=2)
-    assert engine.rows("a")[0, MARGIN] == np.inf
+    assert engine.rows("a")[0, prefill.MARGIN] == np.inf
 
 
 def test_a_runner_that_is_not_known_is_refused() -> None:

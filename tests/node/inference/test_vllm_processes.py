@@ -12,17 +12,8 @@ from pathlib import Path
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
+from support import vllm_cases
 from support.engine_cases import blended
-from support.vllm_cases import (
-    CONFIG,
-    DEADLINE_S,
-    START_S,
-    Case,
-    begun,
-    expect_same,
-    generate_all,
-    request,
-)
 
 from primerl.node.errors import EngineError, EngineLost, UsageError
 from primerl.node.inference.hosted import HostedEngine
@@ -42,31 +33,31 @@ pytestmark = [
 
 @pytest.mark.parametrize("victim", ["host", "core"])
 async def test_an_engine_that_was_killed_comes_back_with_the_newest_weights(
-    engine: HostedEngine, case: Case, victim: str
+    engine: HostedEngine, case: vllm_cases.Case, victim: str
 ) -> None:
     """The process that we talk to, or the one in which vLLM computes."""
-    requests = [request(5 + 40 * seed, seed=seed) for seed in range(8)]
+    requests = [vllm_cases.request(5 + 40 * seed, seed=seed) for seed in range(8)]
     await engine.load(7000, case.states[0])
     new, changed = blended(case.states[0], case.states[1], 0.1)
     await engine.update(7001, new, changed)
-    updated = await generate_all(engine, requests)
+    updated = await vllm_cases.generate_all(engine, requests)
     restarts = engine.stats().restarts
-    [pending] = await begun(engine, [request(max_tokens=400)])
+    [pending] = await vllm_cases.begun(engine, [vllm_cases.request(max_tokens=400)])
     before = engine_processes()
     [process] = [one for one in before if (one.pid in engine.pids) == (victim == "host")]
     process.kill()
-    async with asyncio.timeout(START_S):
+    async with asyncio.timeout(vllm_cases.START_S):
         with pytest.raises(EngineLost):
             await pending
         with pytest.raises(EngineLost, match="started again"):
-            await engine.generate(request())
+            await engine.generate(vllm_cases.request())
         assert engine.stats().fault
         assert engine.policy_version == 7001
         await engine.update(7002, new, {})  # waits until it is back
-    expect_same(
+    vllm_cases.expect_same(
         [
             replace(one, policy_first=7001, policy_last=7001)
-            for one in await generate_all(engine, requests)
+            for one in await vllm_cases.generate_all(engine, requests)
         ],
         updated,
     )
@@ -76,10 +67,10 @@ async def test_an_engine_that_was_killed_comes_back_with_the_newest_weights(
 
 
 async def test_close_ends_a_start_and_a_load_that_are_under_way(
-    engine: HostedEngine, case: Case
+    engine: HostedEngine, case: vllm_cases.Case
 ) -> None:
     before = len(engine_processes())
-    cancelled = HostedEngine(CONFIG)
+    cancelled = HostedEngine(vllm_cases.CONFIG)
     starting = asyncio.create_task(cancelled.start(case.model_dir))
     await asyncio.sleep(1)
     starting.cancel()
@@ -88,7 +79,7 @@ async def test_close_ends_a_start_and_a_load_that_are_under_way(
     await cancelled.close()
     assert len(engine_processes()) == before
 
-    closed = HostedEngine(CONFIG)
+    closed = HostedEngine(vllm_cases.CONFIG)
     starting = asyncio.create_task(closed.start(case.model_dir))
     await asyncio.sleep(1)
     await closed.close()
@@ -96,11 +87,11 @@ async def test_close_ends_a_start_and_a_load_that_are_under_way(
         await starting
     assert len(engine_processes()) == before
 
-    loaded = HostedEngine(CONFIG)
+    loaded = HostedEngine(vllm_cases.CONFIG)
     await loaded.start(case.model_dir)
     loads = [asyncio.create_task(loaded.load(which, case.states[which])) for which in range(2)]
     await asyncio.sleep(0)
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(vllm_cases.DEADLINE_S):
         await loaded.close()
         results = await asyncio.gather(*loads, return_exceptions=True)
     assert [type(result) for result in results] == [EngineError] * 2
@@ -118,14 +109,14 @@ def engine_processes() -> list[psutil.Process]:
 
 
 async def test_an_unknown_argument_and_an_unknown_head_size_are_refused(
-    case: Case, tmp_path: Path
+    case: vllm_cases.Case, tmp_path: Path
 ) -> None:
-    unknown = HostedEngine(CONFIG.model_copy(update={"vllm": {"no_such_thing": 1}}))
+    unknown = HostedEngine(vllm_cases.CONFIG.model_copy(update={"vllm": {"no_such_thing": 1}}))
     with pytest.raises(UsageError, match="no_such_thing"):
         await unknown.start(case.model_dir)
     await unknown.close()
     huggingface.create(tmp_path, {"head_dim": 48}, 0)
-    odd = HostedEngine(CONFIG)
+    odd = HostedEngine(vllm_cases.CONFIG)
     with pytest.raises(EngineError, match="48"):
         await odd.start(tmp_path)
     await odd.close()
@@ -148,18 +139,20 @@ NODE = """
 """
 
 
-async def test_a_killed_node_takes_its_engine_process_with_it(case: Case, tmp_path: Path) -> None:
+async def test_a_killed_node_takes_its_engine_process_with_it(
+    case: vllm_cases.Case, tmp_path: Path
+) -> None:
     script = tmp_path / "a_node.py"
     script.write_text(textwrap.dedent(NODE))
     node = await asyncio.create_subprocess_exec(
         sys.executable, str(script), str(case.model_dir), stdout=subprocess.PIPE
     )
     assert node.stdout is not None
-    async with asyncio.timeout(START_S):
+    async with asyncio.timeout(vllm_cases.START_S):
         [host] = [psutil.Process(int(pid)) for pid in (await node.stdout.readline()).split()]
         engines = [host, *host.children(recursive=True)]
         assert len(engines) > 1
         os.kill(node.pid, signal.SIGKILL)
         await node.wait()
-    _, left = psutil.wait_procs(engines, timeout=START_S)
+    _, left = psutil.wait_procs(engines, timeout=vllm_cases.START_S)
     assert not left

@@ -8,25 +8,16 @@ import pytest
 from support.fake_nvml import LibraryNotFound, NvmlError, install_nvml
 
 from primerl.node import gpus
-from primerl.node.gpus import (
-    Gpu,
-    GpuMemory,
-    device_files,
-    installed,
-    installed_memory,
-    shown,
-    visible,
-)
 
 UUIDS = [f"GPU-{index}1b2c3d4-0000-1111-2222-333344445555" for index in range(4)]
 SLICES = ["MIG-c7384736-a75d-5afc-978f-d2f1294409fd", "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"]
 
 
-def four() -> list[Gpu]:
-    return [Gpu(str(index), uuid) for index, uuid in enumerate(UUIDS)]
+def four() -> list[gpus.Gpu]:
+    return [gpus.Gpu(str(index), uuid) for index, uuid in enumerate(UUIDS)]
 
 
-def never() -> list[Gpu]:
+def never() -> list[gpus.Gpu]:
     raise AssertionError("asked, though all are hidden")
 
 
@@ -34,19 +25,19 @@ def test_nvml_lists_gpus_by_number_and_uuid_with_their_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install_nvml(monkeypatch, UUIDS, total=8 << 30, free=3 << 30)
-    assert installed() == four()
-    assert installed_memory()[2] == GpuMemory(
+    assert gpus.installed() == four()
+    assert gpus.installed_memory()[2] == gpus.GpuMemory(
         "2", UUIDS[2], "NVIDIA H200", 8 << 30, 3 << 30, "570.1"
     )
     install_nvml(monkeypatch, UUIDS, total=0)
-    assert installed() == four()
-    assert installed_memory() == []
+    assert gpus.installed() == four()
+    assert gpus.installed_memory() == []
 
 
 def test_a_gpu_that_is_cut_into_slices_is_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvml(monkeypatch, UUIDS[:2], slices={UUIDS[0]: SLICES})
-    assert installed() == [*(Gpu(uuid, uuid) for uuid in SLICES), Gpu("1", UUIDS[1])]
-    assert [gpu.number for gpu in installed_memory()] == [*SLICES, "1"]
+    assert gpus.installed() == [*(gpus.Gpu(uuid, uuid) for uuid in SLICES), gpus.Gpu("1", UUIDS[1])]
+    assert [gpu.number for gpu in gpus.installed_memory()] == [*SLICES, "1"]
 
 
 @pytest.mark.parametrize(
@@ -65,16 +56,16 @@ def test_a_gpu_that_is_cut_into_slices_is_its_slices(monkeypatch: pytest.MonkeyP
 def test_the_variable_is_read_as_cuda_reads_it(
     environ: Mapping[str, str], names: tuple[str, ...]
 ) -> None:
-    assert visible(environ, four) == names
+    assert gpus.visible(environ, four) == names
 
 
 @pytest.mark.parametrize("nothing", ["", "-1", " ", "-1,0"])
 def test_no_program_is_asked_where_all_gpus_are_hidden(nothing: str) -> None:
-    assert visible({"CUDA_VISIBLE_DEVICES": nothing}, never) == ()
+    assert gpus.visible({"CUDA_VISIBLE_DEVICES": nothing}, never) == ()
 
 
 def test_a_variable_that_was_left_over_makes_no_gpu() -> None:
-    assert visible({"CUDA_VISIBLE_DEVICES": "0,GPU-1,MIG-GPU-1/1/0"}, list) == ()
+    assert gpus.visible({"CUDA_VISIBLE_DEVICES": "0,GPU-1,MIG-GPU-1/1/0"}, list) == ()
 
 
 def test_device_files_are_counted_where_the_driver_is_missing(
@@ -82,21 +73,21 @@ def test_device_files_are_counted_where_the_driver_is_missing(
 ) -> None:
     for name in ("nvidia0", "nvidia5", "nvidiactl", "nvidia-uvm", "nvidia0x", "sda"):
         (tmp_path / name).touch()
-    assert device_files(tmp_path) == [Gpu("0"), Gpu("1")]
+    assert gpus.device_files(tmp_path) == [gpus.Gpu("0"), gpus.Gpu("1")]
     monkeypatch.setattr(gpus, "DEVICES", tmp_path)
     install_nvml(monkeypatch, [], fault=LibraryNotFound)
-    assert len(installed()) == 2
-    assert installed_memory() == []
-    assert visible({"CUDA_VISIBLE_DEVICES": "GPU-any,1"}) == ("GPU-any", "1")
+    assert len(gpus.installed()) == 2
+    assert gpus.installed_memory() == []
+    assert gpus.visible({"CUDA_VISIBLE_DEVICES": "GPU-any,1"}) == ("GPU-any", "1")
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    assert len(installed()) == 2
+    assert len(gpus.installed()) == 2
 
 
 def test_a_driver_that_does_not_answer_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     install_nvml(monkeypatch, UUIDS, fault=NvmlError)
-    assert (installed(), installed_memory()) == ([], [])
+    assert (gpus.installed(), gpus.installed_memory()) == ([], [])
 
 
 def test_what_a_child_is_shown_it_sees() -> None:
     for names in ((), ("2",), ("3", UUIDS[0])):
-        assert visible({"CUDA_VISIBLE_DEVICES": shown(names)}, four) == names
+        assert gpus.visible({"CUDA_VISIBLE_DEVICES": gpus.shown(names)}, four) == names

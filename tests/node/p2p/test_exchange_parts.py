@@ -10,6 +10,7 @@ from support.exchange_world import payload
 from support.exchange_world import references as refs
 from support.waiting import until
 
+from primerl.node.p2p import peers, serve
 from primerl.node.p2p.download_state import (
     FIRST_RATE,
     IN_LINE_S,
@@ -17,27 +18,6 @@ from primerl.node.p2p.download_state import (
     SILENT_S,
     ChunkDownload,
     DownloadState,
-)
-from primerl.node.p2p.peers import (
-    DETOUR_S,
-    NO_DETOUR_S,
-    PATIENCE_S,
-    REST_S,
-    SHUN_S,
-    STALL_S,
-    PeerScores,
-)
-from primerl.node.p2p.serve import (
-    HALF_LIFE_S,
-    MOST,
-    OVERDUE_S,
-    RELAY_S,
-    RELEARN_AFTER,
-    ChunkArrivals,
-    UploadCounts,
-    UploadLimit,
-    UploadSlots,
-    UploadTotals,
 )
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import ChunkRef
@@ -300,7 +280,7 @@ def test_trickling_sources_do_not_use_up_the_places_for_downloads() -> None:
 
 
 def test_what_was_given_least_is_given_next() -> None:
-    copies = UploadCounts(Random(2))
+    copies = serve.UploadCounts(Random(2))
     held = [(0, X), (1, Y), (2, Z)]
     given: list[bytes] = []
     for now in (0.0, 0.1, 0.2):
@@ -312,24 +292,24 @@ def test_what_was_given_least_is_given_next() -> None:
 
 
 def test_what_spreads_is_not_given_again_unless_it_is_urgent() -> None:
-    copies = UploadCounts(Random(2))
+    copies = serve.UploadCounts(Random(2))
     copies.begun(X, 1000, 0.0)
     assert copies.choose([(0, X)], urgent=False, now=0.5) is None
     copies.ended(X, 1000, 1.0, 1.0)
-    assert copies.choose([(0, X)], urgent=False, now=1.0 + RELAY_S) is None
+    assert copies.choose([(0, X)], urgent=False, now=1.0 + serve.RELAY_S) is None
     assert copies.choose([(0, X)], urgent=True, now=1.1) == (0, X)
-    assert copies.choose([(0, X)], urgent=False, now=1.1 + RELAY_S + 3.0) == (0, X)
+    assert copies.choose([(0, X)], urgent=False, now=1.1 + serve.RELAY_S + 3.0) == (0, X)
 
 
 def test_a_copy_that_did_not_get_through_does_not_count() -> None:
-    copies = UploadCounts(Random(2))
+    copies = serve.UploadCounts(Random(2))
     copies.begun(X, 1000, 0.0)
     copies.failed(X, 0.5)
     assert copies.choose([(0, X)], urgent=False, now=0.5) == (0, X)
 
 
 def test_a_peer_that_reads_slowly_on_purpose_does_not_keep_a_chunk_from_others_for_long() -> None:
-    copies = UploadCounts(Random(2))
+    copies = serve.UploadCounts(Random(2))
     copies.begun(X, 16 << 20, 0.0)
     assert copies.choose([(0, X)], urgent=False, now=1.0) is None
     assert copies.choose([(0, X)], urgent=False, now=70.0) == (0, X)
@@ -342,13 +322,13 @@ async def no_beat() -> None:
     """Nobody is told."""
 
 
-async def stand(slots: UploadSlots, peer: bytes, served: list[bytes]) -> None:
+async def stand(slots: serve.UploadSlots, peer: bytes, served: list[bytes]) -> None:
     async with slots.turn(peer, beat_s=5.0, beat=no_beat):
         served.append(peer)
 
 
 async def test_a_free_slot_goes_to_the_node_that_got_least() -> None:
-    slots = UploadSlots(1)
+    slots = serve.UploadSlots(1)
     served: list[bytes] = []
     slots.charge(A, 1000)
     slots.charge(B, 10)
@@ -361,7 +341,7 @@ async def test_a_free_slot_goes_to_the_node_that_got_least() -> None:
 
 
 async def test_a_peer_that_leaves_the_queue_takes_no_slot_with_it() -> None:
-    slots = UploadSlots(1)
+    slots = serve.UploadSlots(1)
     served: list[bytes] = []
     async with slots.turn(ORIGIN, beat_s=5.0, beat=no_beat):
         waiting = [asyncio.create_task(stand(slots, peer, served)) for peer in (A, B)]
@@ -380,7 +360,7 @@ async def test_a_peer_that_leaves_the_queue_takes_no_slot_with_it() -> None:
 
 
 async def test_one_peer_never_holds_all_slots() -> None:
-    slots = UploadSlots(3)
+    slots = serve.UploadSlots(3)
     served: list[bytes] = []
     async with AsyncExitStack() as held:
         for _ in range(2):
@@ -394,19 +374,19 @@ async def test_one_peer_never_holds_all_slots() -> None:
 
 async def test_an_upload_that_takes_far_too_long_holds_up_nobody() -> None:
     now = 0.0
-    slots = UploadSlots(1, clock=lambda: now)
+    slots = serve.UploadSlots(1, clock=lambda: now)
     served: list[bytes] = []
     async with slots.turn(A, beat_s=5.0, beat=no_beat):
         waiting = asyncio.create_task(stand(slots, B, served))
         await asyncio.sleep(0)
         assert not served
-        now = OVERDUE_S + 1
+        now = serve.OVERDUE_S + 1
         await stand(slots, C, served)
         await waiting
     assert sorted(served) == [B, C]
 
 
-def uploads(limit: UploadLimit, seconds: Callable[[int], float], count: int = 60) -> int:
+def uploads(limit: serve.UploadLimit, seconds: Callable[[int], float], count: int = 60) -> int:
     """The limit after so many uploads that take `seconds(beside)` each."""
     for _ in range(count):
         limit.learn(128 * 1024, seconds(limit.value), limit.value)
@@ -414,22 +394,22 @@ def uploads(limit: UploadLimit, seconds: Callable[[int], float], count: int = 60
 
 
 def test_on_a_line_that_is_full_few_uploads_go_at_a_time() -> None:
-    assert uploads(UploadLimit(), lambda beside: 0.25 * beside) <= 3
+    assert uploads(serve.UploadLimit(), lambda beside: 0.25 * beside) <= 3
 
 
 def test_on_a_long_line_as_many_uploads_go_as_fill_it() -> None:
     # 100 ms there and back, and room for ten chunks in that time.
-    assert 8 <= uploads(UploadLimit(), lambda beside: max(0.11, 0.01 * beside)) <= 12
+    assert 8 <= uploads(serve.UploadLimit(), lambda beside: max(0.11, 0.01 * beside)) <= 12
 
 
 def test_uploads_become_fewer_again_when_the_line_narrows() -> None:
-    limit = UploadLimit()
-    assert uploads(limit, lambda beside: 0.1) >= MOST - 2
-    assert uploads(limit, lambda beside: 0.1 * beside, RELEARN_AFTER) <= 3
+    limit = serve.UploadLimit()
+    assert uploads(limit, lambda beside: 0.1) >= serve.MOST - 2
+    assert uploads(limit, lambda beside: 0.1 * beside, serve.RELEARN_AFTER) <= 3
 
 
 async def test_a_full_line_says_that_it_is_busy() -> None:
-    slots = UploadSlots(1, queue=1)
+    slots = serve.UploadSlots(1, queue=1)
     async with slots.turn(A, beat_s=5.0, beat=no_beat):
         waiting = asyncio.create_task(stand(slots, B, []))
         await asyncio.sleep(0)
@@ -440,7 +420,7 @@ async def test_a_full_line_says_that_it_is_busy() -> None:
 
 
 async def test_a_peer_that_waits_for_a_slot_gets_a_heartbeat() -> None:
-    slots = UploadSlots(1)
+    slots = serve.UploadSlots(1)
     beats: list[int] = []
 
     async def beat() -> None:
@@ -457,31 +437,33 @@ async def test_a_peer_that_waits_for_a_slot_gets_a_heartbeat() -> None:
 
 
 def test_bytes_that_were_sent_long_ago_weigh_little() -> None:
-    accounts = UploadTotals()
+    accounts = serve.UploadTotals()
     accounts.add(A, 1000, 0.0)
-    assert accounts.recent(A, HALF_LIFE_S) == 500
-    assert accounts.recent(B, HALF_LIFE_S) == 0
+    assert accounts.recent(A, serve.HALF_LIFE_S) == 500
+    assert accounts.recent(B, serve.HALF_LIFE_S) == 0
 
 
 # -- standing and arrivals --------------------------------------------------------------------------
 
 
 def test_everything_is_forgiven_after_a_time_and_lies_later_each_time() -> None:
-    standing = PeerScores()
+    standing = peers.PeerScores()
     standing.lied(A, 0.0)
-    assert standing.shunned(A, SHUN_S - 1)
-    assert not standing.shunned(A, SHUN_S + 1)
-    standing.lied(A, SHUN_S + 1)
-    assert standing.shunned(A, 2 * SHUN_S + 2)
+    assert standing.shunned(A, peers.SHUN_S - 1)
+    assert not standing.shunned(A, peers.SHUN_S + 1)
+    standing.lied(A, peers.SHUN_S + 1)
+    assert standing.shunned(A, 2 * peers.SHUN_S + 2)
     standing.path_failed(A, 0.0, detour=False)
     standing.rest(A, 0.0)
-    assert standing.detoured(A, DETOUR_S - 1)
-    assert not standing.detoured(A, DETOUR_S + 1)
-    assert standing.resting(A, REST_S - 1)
-    assert not standing.resting(A, REST_S + 1)
+    assert standing.detoured(A, peers.DETOUR_S - 1)
+    assert not standing.detoured(A, peers.DETOUR_S + 1)
+    assert standing.resting(A, peers.REST_S - 1)
+    assert not standing.resting(A, peers.REST_S + 1)
 
 
-def waited_for(scores: PeerScores, now: float, seconds: float, *, delivered: bool = False) -> None:
+def waited_for(
+    scores: peers.PeerScores, now: float, seconds: float, *, delivered: bool = False
+) -> None:
     scores.fetched(
         A,
         now,
@@ -494,17 +476,17 @@ def waited_for(scores: PeerScores, now: float, seconds: float, *, delivered: boo
 
 
 def test_a_source_that_lets_two_fetches_wait_is_passed_over_each_time_for_longer() -> None:
-    scores = PeerScores()
-    assert scores.patience(A) == PATIENCE_S
+    scores = peers.PeerScores()
+    assert scores.patience(A) == peers.PATIENCE_S
     waited_for(scores, 0.0, 1.5)
     assert scores.stalled(A)
     assert not scores.passed_over(A, 0.1)
     waited_for(scores, 2.0, 1.5)
     assert scores.patience(A) == 0.0
-    assert scores.passed_over(A, STALL_S)
-    assert not scores.passed_over(A, STALL_S + 3.0)
+    assert scores.passed_over(A, peers.STALL_S)
+    assert not scores.passed_over(A, peers.STALL_S + 3.0)
     waited_for(scores, 100.0, 1.5)
-    assert scores.passed_over(A, 99.0 + 2 * STALL_S)
+    assert scores.passed_over(A, 99.0 + 2 * peers.STALL_S)
 
 
 def test_a_source_that_gave_nothing_in_a_short_fetch_comes_last_in_the_next_and_is_not_passed_over() -> (
@@ -520,7 +502,7 @@ def test_a_source_that_gave_nothing_in_a_short_fetch_comes_last_in_the_next_and_
     assert not state.idle(A, 0.02)
     assert state.idle(A, 0.05)
     assert not state.idle(B, 0.05)
-    scores = PeerScores()
+    scores = peers.PeerScores()
     waited_for(scores, 0.05, 0.02)
     waited_for(scores, 0.1, 0.02)
     assert scores.stalled(A)
@@ -530,36 +512,36 @@ def test_a_source_that_gave_nothing_in_a_short_fetch_comes_last_in_the_next_and_
 
 
 def test_a_source_that_gives_something_now_and_then_earns_its_patience_slowly() -> None:
-    scores = PeerScores()
-    waited_for(scores, 0.0, PATIENCE_S)
+    scores = peers.PeerScores()
+    waited_for(scores, 0.0, peers.PATIENCE_S)
     waited_for(scores, 2.0, 0.5, delivered=True)
     assert not scores.stalled(A)
-    assert scores.patience(A) < 0.1 * PATIENCE_S
+    assert scores.patience(A) < 0.1 * peers.PATIENCE_S
     for now in range(10):
         scores.fetched(A, now, waited=0.0, delivered=True, doubted=False, idle=False, seconds=10.0)
-    assert scores.patience(A) == PATIENCE_S
+    assert scores.patience(A) == peers.PATIENCE_S
 
 
 def test_a_detour_that_leads_nowhere_ends_at_once_and_is_not_tried_again_for_a_while() -> None:
-    standing = PeerScores()
+    standing = peers.PeerScores()
     standing.path_failed(A, 0.0, detour=False)
     standing.path_failed(A, 1.0, detour=True)
     assert not standing.detoured(A, 1.0)
     standing.path_failed(A, 2.0, detour=False)
     assert not standing.detoured(A, 2.0)
-    standing.path_failed(A, 1.0 + NO_DETOUR_S, detour=False)
-    assert standing.detoured(A, 1.0 + NO_DETOUR_S)
+    standing.path_failed(A, 1.0 + peers.NO_DETOUR_S, detour=False)
+    assert standing.detoured(A, 1.0 + peers.NO_DETOUR_S)
 
 
 def test_requests_that_fail_together_on_the_usual_path_do_not_end_the_detour() -> None:
-    standing = PeerScores()
+    standing = peers.PeerScores()
     for _ in range(4):
         standing.path_failed(A, 0.0, detour=False)
     assert standing.detoured(A, 1.0)
 
 
 def test_a_watch_hears_of_its_own_chunks_only() -> None:
-    arrivals = ChunkArrivals()
+    arrivals = serve.ChunkArrivals()
     with arrivals.watching([X, Y]) as watch:
         arrivals.arrived(Z)
         assert not watch.news.is_set()

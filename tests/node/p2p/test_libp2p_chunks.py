@@ -13,18 +13,12 @@ from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
 from support.waiting import until
 
+from primerl.node.p2p import serve
 from primerl.node.p2p.chunk_client import BACKOFF_S, TcpChunks
 from primerl.node.p2p.libp2p import CARRYING, MAX_UNREAD, Libp2pDiscovery
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
-from primerl.node.p2p.serve import (
-    TCP_REQUEST_BURST,
-    BlobServer,
-    ChunkArrivals,
-    TcpChunkServer,
-    serving,
-)
 from primerl.node.p2p.transport import Stream, StreamClosed, TransportError, Unreachable
 from primerl.node.p2p.trio_bridge import STREAMS_PER_PEER, TrioThread
 from primerl.protocol.errors import Reason, RemoteProtocolError
@@ -45,7 +39,7 @@ class Server:
     def __init__(self) -> None:
         self.store = MemoryStore(max_bytes=1 << 26)
         self.chunk = ChunkRef(self.store.put(DATA), len(DATA))
-        self.blobs = BlobServer(self.store, ChunkArrivals(), Pacer(0))
+        self.blobs = serve.BlobServer(self.store, serve.ChunkArrivals(), Pacer(0))
         self.peers = PeerTable()
         self.discovery = node(1)
         self.handler: Callable[[bytes, Stream], Awaitable[None]] = self.blobs.handle
@@ -60,7 +54,7 @@ async def server(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Server]:
     """May not die of what is done to it, not even to come back."""
     built = Server()
     await built.discovery.start([])
-    async with serving(TcpChunkServer(built.discovery, built.peers, built.answer)):
+    async with serve.serving(serve.TcpChunkServer(built.discovery, built.peers, built.answer)):
         await asyncio.sleep(0)
         yield built
         assert "died" not in caplog.text
@@ -126,7 +120,7 @@ async def test_another_node_at_the_address_is_not_believed(
     async def steal(peer: bytes, stream: Stream) -> None:
         stolen.append(peer)
 
-    async with serving(TcpChunkServer(impostor, PeerTable(), steal)):
+    async with serve.serving(serve.TcpChunkServer(impostor, PeerTable(), steal)):
         chunks = chunks_of(client, multiaddr(port_of(impostor), 1))
         with pytest.raises(Unreachable):
             await fetch(chunks, server)
@@ -333,14 +327,14 @@ async def test_too_many_requests_are_refused() -> None:
         raise RemoteProtocolError(Reason.NOT_FOUND)
 
     said: list[Reason] = []
-    async with serving(TcpChunkServer(server, PeerTable(), say_no)):
+    async with serve.serving(serve.TcpChunkServer(server, PeerTable(), say_no)):
         await asyncio.sleep(0)
         chunks = TcpChunks(client, PeerTable())
-        for _ in range(int(TCP_REQUEST_BURST) + 50):
+        for _ in range(int(serve.TCP_REQUEST_BURST) + 50):
             with pytest.raises(Refused) as refusal:
                 await chunks.get(server.node_id, ChunkRef(bytes(32), 1), deadline=DEADLINE_S)
             said.append(refusal.value.reason)
-    assert said.count(Reason.NOT_FOUND) >= TCP_REQUEST_BURST
+    assert said.count(Reason.NOT_FOUND) >= serve.TCP_REQUEST_BURST
     assert Reason.RATE_LIMITED in said
     await server.close()
     await client.close()

@@ -10,14 +10,7 @@ from support.memory_network import MemoryConnection, MemoryNetwork
 from support.waiting import until
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.connections import (
-    ALL_UNPROVEN_BURST,
-    SWAP_BURST,
-    SWAPS_PER_SECOND,
-    ConnectionPool,
-    Handler,
-    Router,
-)
+from primerl.node.p2p import connections
 from primerl.node.p2p.peers import PeerTable, Tier
 from primerl.node.p2p.rpc import Refused, TooSlow, receive, send
 from primerl.node.p2p.rpc import ask as request
@@ -31,18 +24,18 @@ SERVER, CLIENT = (SecretKey.from_seed(bytes([n]) * 32).node_id for n in (1, 2))
 
 @asynccontextmanager
 async def served(
-    handler: Handler, max_streams: int = 4
-) -> AsyncGenerator[tuple[ConnectionPool, PeerTable]]:
+    handler: connections.Handler, max_streams: int = 4
+) -> AsyncGenerator[tuple[connections.ConnectionPool, PeerTable]]:
     """A client's links to a server with `handler`, and the server's peer table."""
     network = MemoryNetwork()
     server, client = network.transport(SERVER), network.transport(CLIENT)
     table = PeerTable()
-    router = Router(
+    router = connections.Router(
         server, table, {ALPN_CONTROL: handler}, max_streams_per_peer=max_streams, max_peers=4
     )
     peers = PeerTable()
     peers.hint(SERVER, server.addresses())
-    links = ConnectionPool(client, peers, connect_timeout_s=2.0)
+    links = connections.ConnectionPool(client, peers, connect_timeout_s=2.0)
     running = asyncio.create_task(router.run())
     try:
         yield links, table
@@ -53,7 +46,7 @@ async def served(
         await asyncio.wait_for(running, 60.0)
 
 
-async def ask(links: ConnectionPool) -> Accepted:
+async def ask(links: connections.ConnectionPool) -> Accepted:
     return await links.request(SERVER, ALPN_CONTROL, Goodbye(), Accepted, deadline=60.0)
 
 
@@ -63,7 +56,7 @@ async def answer(peer: bytes, stream: Stream) -> None:
     await stream.finish()
 
 
-def refuse_with(reason: Reason) -> Handler:
+def refuse_with(reason: Reason) -> connections.Handler:
     async def handler(peer: bytes, stream: Stream) -> None:
         raise RemoteProtocolError(reason, "because")
 
@@ -137,7 +130,7 @@ async def test_more_streams_at_once_than_allowed_are_refused_and_the_others_answ
 async def test_a_node_that_stops_does_not_say_that_its_peers_asked_too_much() -> None:
     network = MemoryNetwork()
     server, client = network.transport(SERVER), network.transport(CLIENT)
-    router = Router(
+    router = connections.Router(
         server, PeerTable(), {ALPN_CONTROL: answer}, max_streams_per_peer=4, max_peers=4
     )
     running = asyncio.create_task(router.run())
@@ -159,7 +152,7 @@ class Host:
         self.network = MemoryNetwork()
         self.server = self.network.transport(SERVER)
         self.table = PeerTable()
-        self.router = Router(
+        self.router = connections.Router(
             self.server, self.table, {ALPN_CONTROL: answer}, max_streams_per_peer=4, max_peers=8
         )
 
@@ -229,12 +222,12 @@ def test_slots_change_hands_no_faster_than_is_cheap_but_for_members() -> None:
     async def work() -> None:
         async with hosting() as host:
             await crowd(host, 200, 8, Tier.STRANGER)
-            for number in range(int(SWAP_BURST)):
+            for number in range(int(connections.SWAP_BURST)):
                 assert not (await host.connect(300 + number)).closed
             refused = await crowd(host, 400, 20, Tier.STRANGER)
             assert all(connection.closed for connection in refused)
             assert not (await host.connect(1, Tier.MEMBER)).closed
-            await asyncio.sleep(1.5 / SWAPS_PER_SECOND)
+            await asyncio.sleep(1.5 / connections.SWAPS_PER_SECOND)
             assert not (await host.connect(2)).closed
             assert (await host.connect(3)).closed
 
@@ -260,7 +253,7 @@ def test_requests_of_those_that_are_no_members_are_bounded_together() -> None:
                 for _ in range(300):
                     await request(member, Goodbye(), Accepted, deadline=60.0)
                     await asyncio.sleep(0)
-                assert 0 < answered <= ALL_UNPROVEN_BURST
+                assert 0 < answered <= connections.ALL_UNPROVEN_BURST
             finally:
                 for task in floods:
                     task.cancel()
@@ -283,7 +276,7 @@ async def test_requests_that_the_gate_refused_leave_those_of_the_same_key_their_
             await open_again.wait()
         raise RemoteProtocolError(Reason.KEY_IN_USE, "elsewhere")
 
-    router = Router(
+    router = connections.Router(
         server,
         PeerTable(),
         {ALPN_CONTROL: answer},

@@ -8,17 +8,8 @@ import trio
 import trio.testing
 from support.waiting import until
 
+from primerl.node.p2p import trio_bridge
 from primerl.node.p2p.transport import StreamClosed
-from primerl.node.p2p.trio_bridge import (
-    PIECE,
-    STREAMS,
-    STREAMS_PER_PEER,
-    WRITE_SECONDS,
-    AcceptQueue,
-    TrioStream,
-    TrioThread,
-    open_whole,
-)
 
 DEADLINE_S = 60.0
 
@@ -66,9 +57,11 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def test_a_read_asks_for_no_more_than_is_wanted() -> None:
     async def read() -> None:
-        raw = Raw(bytes(PIECE + 100))
-        assert await TrioStream(raw, raw.cut).read_exact(PIECE + 10) == bytes(PIECE + 10)
-        assert raw.asked == [PIECE, 10]
+        raw = Raw(bytes(trio_bridge.PIECE + 100))
+        assert await trio_bridge.TrioStream(raw, raw.cut).read_exact(
+            trio_bridge.PIECE + 10
+        ) == bytes(trio_bridge.PIECE + 10)
+        assert raw.asked == [trio_bridge.PIECE, 10]
 
     run(read)
 
@@ -78,7 +71,7 @@ def test_an_end_or_a_slip_of_the_library_is_a_closed_stream(said: bytes) -> None
     async def read() -> None:
         raw = Raw(said)
         with pytest.raises(StreamClosed):
-            await TrioStream(raw, raw.cut).read_exact(4)
+            await trio_bridge.TrioStream(raw, raw.cut).read_exact(4)
 
     run(read)
 
@@ -87,9 +80,9 @@ def test_a_cancelled_write_writes_its_piece_and_no_further_one() -> None:
     async def write() -> None:
         raw = Raw(seconds=1.0)
         with trio.move_on_after(1.5) as scope:
-            await TrioStream(raw, raw.cut).write(bytes(3 * PIECE))
+            await trio_bridge.TrioStream(raw, raw.cut).write(bytes(3 * trio_bridge.PIECE))
         assert scope.cancelled_caught
-        assert raw.written == [bytes(PIECE)] * 2
+        assert raw.written == [bytes(trio_bridge.PIECE)] * 2
         assert raw.cuts == 0
 
     run(write)
@@ -97,9 +90,9 @@ def test_a_cancelled_write_writes_its_piece_and_no_further_one() -> None:
 
 def test_a_peer_that_takes_a_piece_too_slowly_loses_its_connection() -> None:
     async def write() -> None:
-        raw = Raw(seconds=WRITE_SECONDS + 1)
+        raw = Raw(seconds=trio_bridge.WRITE_SECONDS + 1)
         with pytest.raises(StreamClosed, match="given up"):
-            await TrioStream(raw, raw.cut).write(b"x")
+            await trio_bridge.TrioStream(raw, raw.cut).write(b"x")
         assert raw.cuts == 1
 
     run(write)
@@ -114,7 +107,7 @@ def test_a_stream_that_opens_too_late_is_reset() -> None:
             return raw
 
         with trio.move_on_after(1):
-            await open_whole(begin, raw.cut)
+            await trio_bridge.open_whole(begin, raw.cut)
         assert (raw.resets, raw.cuts) == (1, 0)
 
     async def never() -> None:
@@ -125,7 +118,7 @@ def test_a_stream_that_opens_too_late_is_reset() -> None:
             return raw
 
         with pytest.raises(StreamClosed):
-            await open_whole(begin, raw.cut)
+            await trio_bridge.open_whole(begin, raw.cut)
         assert (raw.resets, raw.cuts) == (0, 1)
 
     run(cancelled)
@@ -133,35 +126,35 @@ def test_a_stream_that_opens_too_late_is_reset() -> None:
 
 
 async def test_callers_are_served_up_to_a_limit_of_each_and_of_all() -> None:
-    thread = TrioThread("test")
+    thread = trio_bridge.TrioThread("test")
     await thread.start()
-    callers = AcceptQueue(thread)
+    callers = trio_bridge.AcceptQueue(thread)
     callers.bind(asyncio.get_running_loop())
     raws: list[Raw] = []
 
     async def call(peer: bytes) -> None:
         raw = Raw(b"request")
         raws.append(raw)
-        thread.nursery.start_soon(callers.take, peer, TrioStream(raw, raw.cut))
+        thread.nursery.start_soon(callers.take, peer, trio_bridge.TrioStream(raw, raw.cut))
 
     await thread.call(call, b"early")
     await until(lambda: raws[0].resets)  # nobody listens yet
     reader = callers.listen()
-    for _ in range(STREAMS_PER_PEER + 1):
+    for _ in range(trio_bridge.STREAMS_PER_PEER + 1):
         await thread.call(call, b"greedy")
     await until(lambda: raws[-1].resets)
-    for number in range(STREAMS - STREAMS_PER_PEER + 1):
+    for number in range(trio_bridge.STREAMS - trio_bridge.STREAMS_PER_PEER + 1):
         await thread.call(call, number.to_bytes(2, "big"))
     await until(lambda: raws[-1].resets)
     assert sum(raw.resets for raw in raws) == 3
 
-    for _ in range(STREAMS):
+    for _ in range(trio_bridge.STREAMS):
         peer, stream = await anext(reader)
         assert await stream.read_exact(7) == b"request"
         await stream.write(peer)
         await stream.abort()
         await stream.abort()
-    assert [raw.written for raw in raws].count([b"greedy"]) == STREAMS_PER_PEER
+    assert [raw.written for raw in raws].count([b"greedy"]) == trio_bridge.STREAMS_PER_PEER
     await thread.call(call, b"greedy")
     assert (await anext(reader))[0] == b"greedy"
     callers.close()
@@ -170,15 +163,15 @@ async def test_callers_are_served_up_to_a_limit_of_each_and_of_all() -> None:
 
 
 async def test_a_stream_of_a_thread_that_stopped_is_closed() -> None:
-    thread = TrioThread("test")
+    thread = trio_bridge.TrioThread("test")
     await thread.start()
-    callers = AcceptQueue(thread)
+    callers = trio_bridge.AcceptQueue(thread)
     callers.bind(asyncio.get_running_loop())
     reader = callers.listen()
 
     async def call() -> None:
         raw = Raw(b"request")
-        thread.nursery.start_soon(callers.take, b"peer", TrioStream(raw, raw.cut))
+        thread.nursery.start_soon(callers.take, b"peer", trio_bridge.TrioStream(raw, raw.cut))
 
     await thread.call(call)
     _, stream = await anext(reader)

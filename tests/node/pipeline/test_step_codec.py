@@ -9,19 +9,7 @@ import pytest
 from support.ring_cases import SHAPE
 
 from primerl.node.errors import EngineError
-from primerl.node.pipeline.step_codec import (
-    REMEMBERED,
-    ContinuedSequence,
-    DrawnTokens,
-    KnownSequences,
-    NewSequence,
-    StageStep,
-    check_drawn,
-    decode_drawn,
-    decode_step,
-    draws,
-    encode,
-)
+from primerl.node.pipeline import step_codec
 
 SMALL = msgspec.structs.replace(
     SHAPE, max_model_len=64, max_sequences=2, max_step_tokens=32, block_size=8, kv_tokens=128
@@ -29,7 +17,7 @@ SMALL = msgspec.structs.replace(
 """Blocks 1 to 16."""
 
 
-def new(key: int = 1, **fields: Any) -> NewSequence:
+def new(key: int = 1, **fields: Any) -> step_codec.NewSequence:
     given: dict[str, Any] = {
         "key": key,
         "tokens": 12,
@@ -41,24 +29,26 @@ def new(key: int = 1, **fields: Any) -> NewSequence:
         "top_k": 0,
         "top_p": 1.0,
     }
-    return NewSequence(**given | fields)
+    return step_codec.NewSequence(**given | fields)
 
 
-def going(key: int = 1, **fields: Any) -> ContinuedSequence:
+def going(key: int = 1, **fields: Any) -> step_codec.ContinuedSequence:
     given: dict[str, Any] = {"key": key, "tokens": 13, "computed": 12, "scheduled": 1, "blocks": ()}
-    return ContinuedSequence(**given | fields)
+    return step_codec.ContinuedSequence(**given | fields)
 
 
-def begun(*parts: NewSequence) -> KnownSequences:
-    found = KnownSequences(SMALL)
-    found.apply(StageStep(parts or (new(),)))
+def begun(*parts: step_codec.NewSequence) -> step_codec.KnownSequences:
+    found = step_codec.KnownSequences(SMALL)
+    found.apply(step_codec.StageStep(parts or (new(),)))
     return found
 
 
 def test_what_is_encoded_is_read_again() -> None:
-    step = StageStep((new(), going(2)), (5, 6))
-    assert decode_step(encode(step)) == step
-    assert decode_drawn(encode(DrawnTokens((3, 4)))) == DrawnTokens((3, 4))
+    step = step_codec.StageStep((new(), going(2)), (5, 6))
+    assert step_codec.decode_step(step_codec.encode(step)) == step
+    assert step_codec.decode_drawn(
+        step_codec.encode(step_codec.DrawnTokens((3, 4)))
+    ) == step_codec.DrawnTokens((3, 4))
 
 
 @pytest.mark.parametrize(
@@ -66,38 +56,38 @@ def test_what_is_encoded_is_read_again() -> None:
     [
         b"",
         b"no step",
-        encode(StageStep((new(seed=-1),))),
-        encode(StageStep((new(temperature=0.0),))),
-        encode(StageStep((new(temperature=float("nan")),))),
-        encode(StageStep((new(top_p=1.5),))),
-        encode(StageStep((new(blocks=(-1,)),))),
+        step_codec.encode(step_codec.StageStep((new(seed=-1),))),
+        step_codec.encode(step_codec.StageStep((new(temperature=0.0),))),
+        step_codec.encode(step_codec.StageStep((new(temperature=float("nan")),))),
+        step_codec.encode(step_codec.StageStep((new(top_p=1.5),))),
+        step_codec.encode(step_codec.StageStep((new(blocks=(-1,)),))),
     ],
 )
 def test_bytes_that_are_no_step_are_refused(body: bytes) -> None:
     with pytest.raises(EngineError, match="invalid step"):
-        decode_step(body)
+        step_codec.decode_step(body)
 
 
 def test_a_sequence_draws_when_its_last_token_is_computed() -> None:
-    assert draws(new())
-    assert not draws(new(scheduled=11))
-    assert draws(going())
+    assert step_codec.draws(new())
+    assert not step_codec.draws(new(scheduled=11))
+    assert step_codec.draws(going())
 
 
 def test_a_sequence_goes_on_under_its_name_until_it_ends() -> None:
-    found = KnownSequences(SMALL)
-    ((name,), over) = found.apply(StageStep((new(),)))
+    found = step_codec.KnownSequences(SMALL)
+    ((name,), over) = found.apply(step_codec.StageStep((new(),)))
     assert over == []
-    assert found.apply(StageStep((going(),))) == ([name], [])
-    assert found.apply(StageStep((new(2),), (1,)))[1] == [name]
+    assert found.apply(step_codec.StageStep((going(),))) == ([name], [])
+    assert found.apply(step_codec.StageStep((new(2),), (1,)))[1] == [name]
     with pytest.raises(EngineError, match="does not continue where it stopped"):
-        found.apply(StageStep((going(tokens=14, computed=13),)))
+        found.apply(step_codec.StageStep((going(tokens=14, computed=13),)))
 
 
 def test_a_sequence_that_is_computed_anew_has_another_name() -> None:
-    found = KnownSequences(SMALL)
-    ((name,), _) = found.apply(StageStep((new(),)))
-    names, over = found.apply(StageStep((new(tokens=13, scheduled=13),)))
+    found = step_codec.KnownSequences(SMALL)
+    ((name,), _) = found.apply(step_codec.StageStep((new(),)))
+    names, over = found.apply(step_codec.StageStep((new(tokens=13, scheduled=13),)))
     assert over == [name]
     assert names != [name]
     assert found.names() == names
@@ -107,9 +97,9 @@ def test_a_sequence_that_is_computed_anew_has_another_name() -> None:
 
 def test_parts_of_a_prompt_follow_each_other() -> None:
     found = begun(new(tokens=20, scheduled=8, blocks=(1,)))
-    found.apply(StageStep((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
+    found.apply(step_codec.StageStep((going(tokens=20, computed=8, scheduled=12, blocks=(2, 3)),)))
     with pytest.raises(EngineError, match="does not continue"):
-        found.apply(StageStep((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
+        found.apply(step_codec.StageStep((going(tokens=21, computed=19, scheduled=2, blocks=()),)))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +121,7 @@ def test_parts_of_a_prompt_follow_each_other() -> None:
 )
 def test_a_step_outside_the_plan_is_refused(parts: tuple[Any, ...], words: str) -> None:
     with pytest.raises(EngineError, match=words):
-        KnownSequences(SMALL).apply(StageStep(parts))
+        step_codec.KnownSequences(SMALL).apply(step_codec.StageStep(parts))
 
 
 @pytest.mark.parametrize(
@@ -143,26 +133,28 @@ def test_a_step_outside_the_plan_is_refused(parts: tuple[Any, ...], words: str) 
         (going(scheduled=2), "invalid token counts"),
     ],
 )
-def test_a_sequence_that_does_not_follow_is_refused(part: ContinuedSequence, words: str) -> None:
+def test_a_sequence_that_does_not_follow_is_refused(
+    part: step_codec.ContinuedSequence, words: str
+) -> None:
     with pytest.raises(EngineError, match=words):
-        begun().apply(StageStep((part,)))
+        begun().apply(step_codec.StageStep((part,)))
 
 
 def test_the_last_block_is_the_plans() -> None:
     found = begun(new(blocks=(16, 15)))
     for at in range(12, 16):
-        found.apply(StageStep((going(tokens=at + 1, computed=at),)))
+        found.apply(step_codec.StageStep((going(tokens=at + 1, computed=at),)))
     with pytest.raises(EngineError, match="wrong number of blocks"):
-        found.apply(StageStep((going(tokens=17, computed=16),)))
+        found.apply(step_codec.StageStep((going(tokens=17, computed=16),)))
 
 
 def test_an_engine_that_never_ends_a_sequence_is_stopped() -> None:
-    found = KnownSequences(SMALL)
-    most = REMEMBERED * SMALL.max_sequences
+    found = step_codec.KnownSequences(SMALL)
+    most = step_codec.REMEMBERED * SMALL.max_sequences
     for key in range(most):
-        found.apply(StageStep((new(key),)))
+        found.apply(step_codec.StageStep((new(key),)))
     with pytest.raises(EngineError, match="does not end"):
-        found.apply(StageStep((new(most),)))
+        found.apply(step_codec.StageStep((new(most),)))
 
 
 @pytest.mark.parametrize(
@@ -170,17 +162,17 @@ def test_an_engine_that_never_ends_a_sequence_is_stopped() -> None:
     [((1, 2), "2 tokens, not"), ((), "0 tokens, not"), ((300,), "outside the vocabulary")],
 )
 def test_tokens_that_were_not_asked_for_are_refused(tokens: tuple[int, ...], words: str) -> None:
-    check_drawn(DrawnTokens((299,)), 1, 300)
+    step_codec.check_drawn(step_codec.DrawnTokens((299,)), 1, 300)
     with pytest.raises(EngineError, match=words):
-        check_drawn(DrawnTokens(tokens), 1, 300)
+        step_codec.check_drawn(step_codec.DrawnTokens(tokens), 1, 300)
 
 
 def test_bytes_of_whatever_kind_are_refused_in_one_way() -> None:
     """Truncated, changed and joined steps are steps within the plan, or an EngineError."""
     rng = random.Random(7)
     bodies = [
-        encode(StageStep((new(), new(2, tokens=20, scheduled=9)), (4,))),
-        encode(StageStep((going(),))),
+        step_codec.encode(step_codec.StageStep((new(), new(2, tokens=20, scheduled=9)), (4,))),
+        step_codec.encode(step_codec.StageStep((going(),))),
     ]
     taken = 0
     for _ in range(3000):
@@ -190,7 +182,7 @@ def test_bytes_of_whatever_kind_are_refused_in_one_way() -> None:
         body = body[: rng.randrange(1, len(body) + 1) if rng.random() < 0.2 else len(body)]
         found = begun(new(), new(9))
         with contextlib.suppress(EngineError):
-            names, _ = found.apply(decode_step(bytes(body)))
+            names, _ = found.apply(step_codec.decode_step(bytes(body)))
             taken += 1
             assert len(set(names)) == len(names) <= SMALL.max_sequences
     assert 100 < taken < 2900

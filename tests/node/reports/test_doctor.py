@@ -12,14 +12,6 @@ from primerl.node.gpus import GpuMemory, visible_memory
 from primerl.node.memory_plan.memory import Device
 from primerl.node.memory_plan.shape import read_shape
 from primerl.node.reports import doctor
-from primerl.node.reports.doctor import (
-    GIB,
-    HostMemory,
-    MachineCheck,
-    RunMemory,
-    TorchBuild,
-    plan_run,
-)
 
 GPUS = [
     GpuMemory("0", "GPU-aaaa", "NVIDIA H200", 140 << 30, 139 << 30, "575.57.08"),
@@ -36,7 +28,7 @@ def test_only_visible_gpus_count_in_their_order(listed: str | None, numbers: lis
     assert [gpu.number for gpu in visible_memory(environ, lambda: GPUS)] == numbers
 
 
-def states(*checks: MachineCheck) -> list[str]:
+def states(*checks: doctor.MachineCheck) -> list[str]:
     return [check.state for check in checks]
 
 
@@ -48,7 +40,7 @@ def test_an_old_python_is_a_problem() -> None:
 
 
 def test_torch_has_to_fit_the_machine() -> None:
-    cpu, cuda = TorchBuild("2.13.0+cpu", ""), TorchBuild("2.14.0", "13.0")
+    cpu, cuda = doctor.TorchBuild("2.13.0+cpu", ""), doctor.TorchBuild("2.14.0", "13.0")
     assert doctor.check_torch(cpu, gpus=0).state == "ok"
     assert doctor.check_torch(cuda, gpus=1).found == "2.14.0, CUDA 13.0"
     assert "CUDA build" in doctor.check_torch(cpu, gpus=1).advice
@@ -110,33 +102,33 @@ def test_a_gpu_that_others_use_is_named_with_the_share_that_is_left() -> None:
 def test_a_busy_cpu_and_little_memory_are_warnings() -> None:
     assert states(doctor.check_cpu(8, 3.0), doctor.check_cpu(2, 9.0)) == ["ok", "warning"]
     assert states(
-        doctor.check_memory(HostMemory(64 * GIB, 32 * GIB)),
-        doctor.check_memory(HostMemory(64 * GIB, GIB)),
+        doctor.check_memory(doctor.HostMemory(64 * doctor.GIB, 32 * doctor.GIB)),
+        doctor.check_memory(doctor.HostMemory(64 * doctor.GIB, doctor.GIB)),
     ) == ["ok", "warning"]
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
     info, limit = tmp_path / "meminfo", tmp_path / "memory.max"
     info.write_text("MemTotal:       16777216 kB\nMemFree: 1 kB\nMemAvailable:    8388608 kB\n")
-    assert doctor.machine_memory(info, limit) == HostMemory(16 * GIB, 8 * GIB)
+    assert doctor.machine_memory(info, limit) == doctor.HostMemory(16 * doctor.GIB, 8 * doctor.GIB)
     limit.write_text("max\n")
-    assert doctor.machine_memory(info, limit) == HostMemory(16 * GIB, 8 * GIB)
-    limit.write_text(f"{4 * GIB}\n")
-    assert doctor.machine_memory(info, limit) == HostMemory(4 * GIB, 4 * GIB)
+    assert doctor.machine_memory(info, limit) == doctor.HostMemory(16 * doctor.GIB, 8 * doctor.GIB)
+    limit.write_text(f"{4 * doctor.GIB}\n")
+    assert doctor.machine_memory(info, limit) == doctor.HostMemory(4 * doctor.GIB, 4 * doctor.GIB)
 
 
 def test_shared_memory_has_to_hold_a_state_twice() -> None:
     assert doctor.check_shared_memory(64 << 20).state == "warning"  # a container's default
-    assert doctor.check_shared_memory(GIB).state == "ok"
-    assert "--shm-size of 8.0 GiB" in doctor.check_shared_memory(GIB, 4 * GIB).advice
+    assert doctor.check_shared_memory(doctor.GIB).state == "ok"
+    assert "--shm-size of 8.0 GiB" in doctor.check_shared_memory(doctor.GIB, 4 * doctor.GIB).advice
 
 
 def test_a_disk_has_to_hold_some_versions(tmp_path: Path) -> None:
     assert states(
-        doctor.check_disk(tmp_path, 100 * GIB),
-        doctor.check_disk(tmp_path, 5 * GIB),
-        doctor.check_disk(tmp_path, GIB // 2),
-        doctor.check_disk(tmp_path, 20 * GIB, 30 * GIB),
+        doctor.check_disk(tmp_path, 100 * doctor.GIB),
+        doctor.check_disk(tmp_path, 5 * doctor.GIB),
+        doctor.check_disk(tmp_path, doctor.GIB // 2),
+        doctor.check_disk(tmp_path, 20 * doctor.GIB, 30 * doctor.GIB),
     ) == ["ok", "warning", "problem", "problem"]
     assert doctor.existing(tmp_path / "not" / "yet") == tmp_path
 
@@ -212,9 +204,11 @@ SHAPE = read_shape(
 ENGINE: dict[str, Any] = {"type": "vllm", "dtype": "bfloat16", "max_model_len": 4096}
 
 
-def planned(gib: float, *, gpus: int = 1, shared: bool = False, **engine: Any) -> RunMemory:
+def planned(gib: float, *, gpus: int = 1, shared: bool = False, **engine: Any) -> doctor.RunMemory:
     config = RunConfig.model_validate({"engine": {**ENGINE, **engine}})
-    return plan_run(config, SHAPE, Device("cuda", int(gib * GIB)), gpus=gpus, shared=shared)
+    return doctor.plan_run(
+        config, SHAPE, Device("cuda", int(gib * doctor.GIB)), gpus=gpus, shared=shared
+    )
 
 
 def test_worker_and_trainer_are_planned_apart_on_gpus_of_their_own() -> None:
@@ -229,7 +223,7 @@ def test_on_a_shared_gpu_each_leaves_room_for_the_other() -> None:
     both = plan.learner.total + plan.beside.total
     assert plan.worker.device.taken == both
     assert plan.share is not None
-    assert both + plan.worker.budget <= 80 * GIB
+    assert both + plan.worker.budget <= 80 * doctor.GIB
     assert plan.worker.fits
     assert not planned(24, shared=True).worker.fits
 

@@ -12,23 +12,12 @@ from primerl.node.errors import BusyError, StorageError, UsageError
 from primerl.node.models.model_files import CONTRACT_PATTERNS
 from primerl.node.process.unix_sockets import short
 from primerl.node.removal import remove_made, remove_scratch, remove_tree
+from primerl.node.storage import run_files
 from primerl.node.storage.partial import whole_directory
-from primerl.node.storage.run_files import (
-    CONFIG,
-    MARK,
-    SETTINGS,
-    begun_on,
-    claim,
-    clean,
-    held,
-    written_by_run,
-    written_to_checkpoint,
-    written_to_model,
-)
 
 CHUNK = f"ab/cd/{'ab' * 32}"
 OURS = [
-    CONFIG,
+    run_files.CONFIG,
     "ticket.txt",
     "metrics.jsonl",
     ".metrics.jsonl.partial",
@@ -57,7 +46,7 @@ OURS = [
     "trainer/ledger.lock",
     f"trainer/chunks/{CHUNK}",
     "trainer/model/config.json",
-    f"worker_1/{SETTINGS}",
+    f"worker_1/{run_files.SETTINGS}",
     "worker_1/key.pem",
     "worker_1/last_status.json",
     "worker_1/logs/worker.jsonl",
@@ -97,7 +86,7 @@ def files(root: Path) -> set[str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A directory that carries the mark, with a run's files and its owner's."""
-    claim(tmp_path / "o" / "run")
+    run_files.claim(tmp_path / "o" / "run")
     lay(tmp_path / "o" / "run", *OURS, *THEIRS)
     return tmp_path / "o" / "run"
 
@@ -106,71 +95,75 @@ def test_clean_takes_what_a_run_writes_and_names_what_it_leaves(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        clean(run)
-    assert files(run) == {MARK, *THEIRS}
+        run_files.clean(run)
+    assert files(run) == {run_files.MARK, *THEIRS}
     assert "checkpoints/step_3/notes.txt" in caplog.text
     assert f"and {len(THEIRS) - 5} more" in caplog.text
     assert not (run / "weights" / "step_3" / "merged").exists(), "an empty folder of ours goes, too"
-    clean(run)
-    assert files(run) == {MARK, *THEIRS}
+    run_files.clean(run)
+    assert files(run) == {run_files.MARK, *THEIRS}
 
 
 def test_the_day_on_which_a_run_began_is_kept_until_it_begins_anew(
     run: Path, tmp_path: Path
 ) -> None:
-    today = begun_on(run)
+    today = run_files.begun_on(run)
     assert date.fromisoformat(today) <= date.today() + timedelta(days=1)
-    mark = run / MARK
+    mark = run / run_files.MARK
     mark.write_text(mark.read_text().replace(today, "2020-02-20"))
-    claim(run, goes_on=True)
-    assert begun_on(run) == "2020-02-20"
-    clean(run)
-    assert begun_on(run) >= today
+    run_files.claim(run, goes_on=True)
+    assert run_files.begun_on(run) == "2020-02-20"
+    run_files.clean(run)
+    assert run_files.begun_on(run) >= today
     mark.write_text("of a release before")
-    assert begun_on(run) >= today
-    assert begun_on(tmp_path) >= today
+    assert run_files.begun_on(run) >= today
+    assert run_files.begun_on(tmp_path) >= today
     mark.write_bytes(b"\xff")
     with pytest.raises(StorageError, match="cannot be read"):
-        begun_on(run)
+        run_files.begun_on(run)
 
 
 def test_twice_cleaned_a_directory_of_runs_loses_nothing(tmp_path: Path) -> None:
     """As --name '' did: the first start marked the parent of runs, and the second emptied it."""
     outputs = tmp_path / "o"
-    claim(outputs / "a")
+    run_files.claim(outputs / "a")
     lay(outputs, "a/metrics.jsonl", "keys/key.pem", "notes.md", "demo/config.json")
     before = files(outputs)
     for _ in range(2):
         with pytest.raises(UsageError, match="holds no run"):
-            clean(outputs)
-    claim(outputs)  # nothing of it would be written over
-    clean(outputs)
-    assert files(outputs) == before | {MARK}
+            run_files.clean(outputs)
+    run_files.claim(outputs)  # nothing of it would be written over
+    run_files.clean(outputs)
+    assert files(outputs) == before | {run_files.MARK}
 
 
-@pytest.mark.parametrize("name", [CONFIG, "logs/app.log", "model/model.safetensors", "data/rows"])
+@pytest.mark.parametrize(
+    "name", [run_files.CONFIG, "logs/app.log", "model/model.safetensors", "data/rows"]
+)
 def test_a_run_does_not_begin_where_it_would_write_over_a_users_files(
     tmp_path: Path, name: str
 ) -> None:
     lay(tmp_path, name)
     with pytest.raises(UsageError, match=r"no directory of a run .* move that away"):
-        claim(tmp_path)
+        run_files.claim(tmp_path)
     with pytest.raises(UsageError, match="holds no run"):
-        clean(tmp_path)
+        run_files.clean(tmp_path)
     assert files(tmp_path) == {name}
 
 
 def test_a_directory_from_before_the_mark_is_known_by_its_config(tmp_path: Path) -> None:
     lay(tmp_path, *OURS, "notes.md")
     for text in ("{", "[]", '{"vocab_size": 1}', '{"name": "a", "seed": 0}', "[" * 100_000):
-        (tmp_path / CONFIG).write_text(text)
+        (tmp_path / run_files.CONFIG).write_text(text)
         with pytest.raises(UsageError, match="holds no run"):
-            clean(tmp_path)
+            run_files.clean(tmp_path)
     assert files(tmp_path) == {*OURS, "notes.md"}
-    (tmp_path / CONFIG).write_text('{"name": "a", "output_dir": "outputs", "seed": 0, "x": 1}')
-    claim(tmp_path)
-    clean(tmp_path)
-    assert files(tmp_path) == {MARK, "notes.md"}
+    (tmp_path / run_files.CONFIG).write_text(
+        '{"name": "a", "output_dir": "outputs", "seed": 0, "x": 1}'
+    )
+    run_files.claim(tmp_path)
+    run_files.clean(tmp_path)
+    assert files(tmp_path) == {run_files.MARK, "notes.md"}
 
 
 def test_no_link_is_followed(run: Path, tmp_path: Path) -> None:
@@ -178,7 +171,7 @@ def test_no_link_is_followed(run: Path, tmp_path: Path) -> None:
     inner = run / "weights" / "step_7"
     inner.symlink_to(tmp_path / "precious" / "step_1")
     (run / "logs" / "old.log").symlink_to(tmp_path / "precious" / "a.log")
-    clean(run)
+    run_files.clean(run)
     assert inner.is_symlink()
     assert (run / "logs" / "old.log").is_symlink()
     assert len(files(tmp_path / "precious")) == 3
@@ -187,7 +180,7 @@ def test_no_link_is_followed(run: Path, tmp_path: Path) -> None:
     (run / "rollouts").symlink_to(tmp_path / "precious")
     lay(run, "metrics.jsonl")
     with pytest.raises(UsageError, match=r"rollouts in .* is a link"):
-        clean(run)
+        run_files.clean(run)
     assert (run / "metrics.jsonl").exists(), "it is refused before anything goes"
 
 
@@ -196,42 +189,42 @@ def test_a_run_directory_that_is_a_link_is_not_cleaned(run: Path, tmp_path: Path
     other.mkdir()
     (other / "run").symlink_to(run)
     with pytest.raises(UsageError, match="link"):
-        clean(other / "run")
+        run_files.clean(other / "run")
     (other / "nothing").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="link"):
-        clean(other / "nothing")
-    assert files(run) == {MARK, *OURS, *THEIRS}
+        run_files.clean(other / "nothing")
+    assert files(run) == {run_files.MARK, *OURS, *THEIRS}
 
 
 def test_a_mark_that_is_a_link_is_none(tmp_path: Path) -> None:
     lay(tmp_path, "mark", "run/metrics.jsonl")
-    (tmp_path / "run" / MARK).symlink_to(tmp_path / "mark")
+    (tmp_path / "run" / run_files.MARK).symlink_to(tmp_path / "mark")
     with pytest.raises(UsageError, match="holds no run"):
-        clean(tmp_path / "run")
+        run_files.clean(tmp_path / "run")
 
 
 def test_the_lock_of_a_run_is_one_by_whichever_links_it_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "o2").symlink_to(tmp_path / "o")
     (tmp_path / "link").symlink_to(run)
     for name in (tmp_path / "o2" / "run", tmp_path / "link", run / ".." / "run"):
-        with held(run), pytest.raises(BusyError), held(name):
+        with run_files.held(run), pytest.raises(BusyError), run_files.held(name):
             pass
 
 
 def test_what_is_removed_is_what_a_run_writes() -> None:
-    assert [name for name in OURS if not written_by_run(name)] == []
-    assert [name for name in THEIRS[:9] if written_by_run(name)] == []
+    assert [name for name in OURS if not run_files.written_by_run(name)] == []
+    assert [name for name in THEIRS[:9] if run_files.written_by_run(name)] == []
     for name in (
         "../config.json",
         "logs/../../x.log",
         "weights/step_3/../../notes",
         "/config.json",
     ):
-        assert not written_by_run(name)
+        assert not run_files.written_by_run(name)
     for pattern in CONTRACT_PATTERNS:
         name = pattern.replace("*", "") if "chat" in pattern else pattern.replace("*", "x")
-        assert written_to_model(name), pattern
-        assert written_by_run(f"weights/step_1/{name}")
+        assert run_files.written_to_model(name), pattern
+        assert run_files.written_by_run(f"weights/step_1/{name}")
 
 
 # -- trees that are replaced -----------------------------------------------------------------------
@@ -241,13 +234,13 @@ def test_what_a_user_laid_into_exported_weights_is_kept_beside_the_new_ones(tmp_
     target = tmp_path / "step_5"
     lay(target, "model.safetensors", "config.json", "notes.txt", "gguf/model.gguf")
     for number in (1, 2):
-        with whole_directory(target, written_to_model, fsync=False) as partial:
+        with whole_directory(target, run_files.written_to_model, fsync=False) as partial:
             lay(partial, "model.safetensors")
         assert files(target) == {"model.safetensors"}
         assert files(tmp_path / "step_5.kept_1") == {"notes.txt", "gguf/model.gguf"}
         if number == 2:
             lay(target, "mine.md")
-    with whole_directory(target, written_to_model, fsync=False) as partial:
+    with whole_directory(target, run_files.written_to_model, fsync=False) as partial:
         lay(partial, "config.json")
     assert files(tmp_path / "step_5.kept_2") == {"mine.md"}
     assert sorted(os.listdir(tmp_path)) == ["step_5", "step_5.kept_1", "step_5.kept_2"]
@@ -258,7 +251,7 @@ def test_a_directory_is_not_written_over_a_link(tmp_path: Path) -> None:
     (tmp_path / "step_5").symlink_to(tmp_path / "precious")
     with (
         pytest.raises(StorageError, match="is a link"),
-        whole_directory(tmp_path / "step_5", written_to_model),
+        whole_directory(tmp_path / "step_5", run_files.written_to_model),
     ):
         pass
     assert files(tmp_path / "precious") == {"model.safetensors"}
@@ -266,9 +259,9 @@ def test_a_directory_is_not_written_over_a_link(tmp_path: Path) -> None:
 
 def test_a_half_written_directory_loses_only_what_is_ours(tmp_path: Path) -> None:
     lay(tmp_path / "step_5.partial", "COMPLETE", "parts/cursor", "diary")
-    remove_made(tmp_path / "step_5.partial", written_to_checkpoint)
+    remove_made(tmp_path / "step_5.partial", run_files.written_to_checkpoint)
     assert files(tmp_path) == {"step_5.kept_1/diary"}
-    remove_made(tmp_path / "step_6.partial", written_to_checkpoint)
+    remove_made(tmp_path / "step_6.partial", run_files.written_to_checkpoint)
 
 
 def test_only_scratch_directories_are_removed_whole(tmp_path: Path) -> None:
@@ -292,7 +285,7 @@ def test_sockets_go_and_deep_and_empty_folders_of_others_stay(run: Path) -> None
         short(run / "trainer" / "control.sock") as name,
     ):
         end.bind(name)
-    clean(run)
+    run_files.clean(run)
     assert deep.is_dir()
     assert (run / "mine").is_dir()
     assert not (run / "trainer" / "control.sock").exists()

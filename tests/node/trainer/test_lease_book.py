@@ -8,13 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.lease_cases import SEED, A, B, C, D, E, grant, granted, indices, policy, task_digest
 from support.protocol_cases import NOW, refuses
 
-from primerl.node.trainer.lease_book import (
-    MAX_DOUBLINGS,
-    MAX_FIRST_COOLING_S,
-    LeadTime,
-    LeaseBook,
-    TaskQueue,
-)
+from primerl.node.trainer import lease_book
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, TaskRef
 from primerl.protocol.manifests import encode
@@ -22,7 +16,7 @@ from primerl.protocol.session import decode
 
 
 def test_a_lease_says_all_that_a_worker_needs() -> None:
-    book = LeaseBook(policy(), next_lease=5, tasks=[TaskQueue(20)])
+    book = lease_book.LeaseBook(policy(), next_lease=5, tasks=[lease_book.TaskQueue(20)])
     assert granted(book) == Lease(
         lease_id=5,
         tasks=tuple(TaskRef(index, task_digest(index)) for index in (20, 21, 22)),
@@ -54,7 +48,7 @@ def test_a_lease_says_all_that_a_worker_needs() -> None:
 def test_leases_run_ahead_as_far_as_generation_needs_and_staleness_allows(
     steps: int, training: bool, turnaround_s: float, expected: int
 ) -> None:
-    book = LeaseBook(policy(max_off_policy_steps=steps))
+    book = lease_book.LeaseBook(policy(max_off_policy_steps=steps))
     book.lead.trained(10.0)
     book.lead.returned(8, 8, turnaround_s)
     assert book.capacity(waiting_groups=0, training=training) == expected
@@ -66,7 +60,7 @@ def test_leases_run_ahead_as_far_as_generation_needs_and_staleness_allows(
 
 def test_more_groups_are_leased_where_some_are_not_admitted() -> None:
     """Of n that are on lease n p + 2 sqrt(n p (1 - p)) are counted, and p is at least a half."""
-    book = LeaseBook(policy(leases_per_worker=99))
+    book = lease_book.LeaseBook(policy(leases_per_worker=99))
     while book.outstanding_groups() < 36:
         granted(book)
     full = book.capacity(waiting_groups=3, training=False)
@@ -88,7 +82,7 @@ def test_more_groups_are_leased_where_some_are_not_admitted() -> None:
 
 
 def test_turnaround_rises_over_one_batch_and_falls_over_four() -> None:
-    lead = LeadTime()
+    lead = lease_book.LeadTime()
     lead.returned(4, 16, 8.0)
     assert lead.turnaround_s == 8.0  # the first counts in full
     lead.returned(4, 16, 16.0)
@@ -102,7 +96,7 @@ def test_turnaround_rises_over_one_batch_and_falls_over_four() -> None:
 
 
 def test_a_slow_first_step_does_not_keep_later_ones_short_of_groups() -> None:
-    lead = LeadTime()
+    lead = lease_book.LeadTime()
     lead.returned(16, 16, 12.0)
     lead.trained(25.0)  # it compiled
     lead.trained(3.0)
@@ -116,25 +110,25 @@ def test_a_slow_first_step_does_not_keep_later_ones_short_of_groups() -> None:
     ("bound", "most"), [(1, 1.0), (2, 1.75), (4, 2.25), (6, 3.0), (8, 5.0), (16, 13.0)]
 )
 def test_versions_of_the_bound_are_left_for_stragglers(bound: int, most: float) -> None:
-    assert LeadTime().depth(bound, training=True) == most
+    assert lease_book.LeadTime().depth(bound, training=True) == most
 
 
 @pytest.mark.parametrize("capacity", [0, -1, -100])
 def test_nothing_is_granted_beyond_capacity(capacity: int) -> None:
-    book = LeaseBook(policy())
+    book = lease_book.LeaseBook(policy())
     assert grant(book, capacity=capacity) is None
-    assert (book.next_lease, book.tasks, book.held) == (0, [TaskQueue()], {})
+    assert (book.next_lease, book.tasks, book.held) == (0, [lease_book.TaskQueue()], {})
 
 
 @pytest.mark.parametrize(("capacity", "size"), [(1, 1), (2, 2), (3, 3), (4, 3), (100, 3)])
 def test_a_lease_is_no_larger_than_capacity_and_policy(capacity: int, size: int) -> None:
-    lease = grant(LeaseBook(policy()), capacity=capacity)
+    lease = grant(lease_book.LeaseBook(policy()), capacity=capacity)
     assert lease is not None
     assert len(lease.tasks) == size
 
 
 def test_the_leases_of_a_node_are_limited() -> None:
-    book = LeaseBook(policy(leases_per_worker=2))
+    book = lease_book.LeaseBook(policy(leases_per_worker=2))
     first, second = granted(book), granted(book)
     assert grant(book) is None
     assert granted(book, B)  # another node has its own quota
@@ -144,7 +138,7 @@ def test_the_leases_of_a_node_are_limited() -> None:
 
 
 def test_a_settled_lease_is_gone_and_its_tasks_are_done() -> None:
-    book = LeaseBook(policy())
+    book = lease_book.LeaseBook(policy())
     lease = granted(book)
     assert book.settle(lease.lease_id, A, NOW) == lease
     assert book.outstanding_groups() == 0
@@ -154,7 +148,7 @@ def test_a_settled_lease_is_gone_and_its_tasks_are_done() -> None:
 
 
 def test_tasks_of_an_expired_lease_go_out_again_first_and_in_order() -> None:
-    book = LeaseBook(policy(groups_per_lease=4))
+    book = lease_book.LeaseBook(policy(groups_per_lease=4))
     first = granted(book, A)
     second = granted(book, B, now=NOW + 30)
     book.expire(NOW + 61)
@@ -170,7 +164,7 @@ def test_tasks_of_an_expired_lease_go_out_again_first_and_in_order() -> None:
 
 
 def test_an_expired_lease_is_settled_by_nobody() -> None:
-    book = LeaseBook(policy())
+    book = lease_book.LeaseBook(policy())
     lease = granted(book)
     book.expire(NOW + 61)
     with refuses(Reason.UNKNOWN_LEASE):
@@ -178,7 +172,7 @@ def test_an_expired_lease_is_settled_by_nobody() -> None:
 
 
 def test_a_node_that_leaves_gives_back_its_own_leases_only() -> None:
-    book = LeaseBook(policy())
+    book = lease_book.LeaseBook(policy())
     mine, others = granted(book, A), granted(book, B)
     assert [held.lease for held in book.release(A, NOW)] == [mine]
     assert list(book.held) == [others.lease_id]
@@ -192,7 +186,7 @@ def test_a_task_that_cannot_be_made_is_not_lost() -> None:
             raise LookupError("no task 4")
         return task_digest(index)
 
-    book = LeaseBook(policy())
+    book = lease_book.LeaseBook(policy())
     granted(book, A)
     book.expire(NOW + 61)
     before = (deepcopy(book.tasks), book.next_lease)
@@ -211,7 +205,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = LeaseBook(policy(max_off_policy_steps=self.steps))
+        self.book = lease_book.LeaseBook(policy(max_off_policy_steps=self.steps))
         self.now = float(NOW)
         self.training = False
         self.waiting = 0
@@ -273,7 +267,7 @@ class BookMachine(RuleBasedStateMachine):
     @invariant()
     def a_node_with_nothing_gets_something_once_it_has_rested(self) -> None:
         """Whatever it did: nobody in good standing is starved for ever."""
-        longest = MAX_FIRST_COOLING_S * 2**MAX_DOUBLINGS
+        longest = lease_book.MAX_FIRST_COOLING_S * 2**lease_book.MAX_DOUBLINGS
         for node in self.book.nodes:
             assert not self.book.resting(node, self.now + longest)
             assert min(self.book.quota(node, 0.0)) >= 1
@@ -318,7 +312,7 @@ TestLooseBook = LooseMachine.TestCase
 
 
 def test_tasks_that_nobody_can_play_are_passed_over_for_good() -> None:
-    queue = TaskQueue()
+    queue = lease_book.TaskQueue()
     queue.requeue((7,))
     for index in (0, 2, 3, 7):
         queue.pass_over(index)
@@ -332,7 +326,7 @@ def test_a_drawn_task_that_nobody_can_play_is_not_drawn_again() -> None:
     def draw(number: int, out: Collection[int]) -> int | None:
         return min({0, 1, 2} - {*out}, default=None)
 
-    queue = TaskQueue(draw=draw)
+    queue = lease_book.TaskQueue(draw=draw)
     assert queue.upcoming(1) == [0]
     queue.pass_over(0)
     assert queue.upcoming(3) == [1, 2]

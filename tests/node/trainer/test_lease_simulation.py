@@ -11,7 +11,7 @@ from primerl.protocol.leases import Lease
 
 Rule = Callable[[SimulatedWorker, Lease, float], tuple[float, float] | None]
 SHARE = 0.85
-SECONDS = 60.0
+SECONDS = 40.0
 
 
 def hold(worker: SimulatedWorker, lease: Lease, now: float) -> tuple[float, float]:

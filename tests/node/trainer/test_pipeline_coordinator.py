@@ -10,17 +10,7 @@ from support.protocol_cases import refuses
 
 from primerl.node.memory_plan.stages import CutModel
 from primerl.node.p2p.gossip import read_record
-from primerl.node.trainer.pipeline_coordinator import (
-    ALIVE_S,
-    BENCH_S,
-    GONE_S,
-    MAKE_BURST,
-    MAX_OFFERS,
-    MEASURE_S,
-    PEER_BURST,
-    PLAN_TTL_S,
-    WAIT_S,
-)
+from primerl.node.trainer import pipeline_coordinator
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import OfferStage, StagePlanned, StageWait
@@ -75,7 +65,7 @@ def test_a_node_that_has_not_measured_is_waited_for_but_not_for_ever(world: Offe
     world.later(4.0)
     assert isinstance(world.offer(1, round_trips={}), StageWait)
     world.offer(2, round_trips={})
-    world.later(MEASURE_S)
+    world.later(pipeline_coordinator.MEASURE_S)
     world.offer(2, round_trips={})
     assert isinstance(world.offer(1, round_trips={}), StagePlanned)
 
@@ -100,7 +90,7 @@ def test_a_spare_takes_the_place_of_a_lost_stage(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3)
     head, lost = ranks(plan)
     spare = ({1, 2, 3} - {head, lost}).pop()
-    world.later(ALIVE_S + 1)
+    world.later(pipeline_coordinator.ALIVE_S + 1)
     world.offer(spare)
     after = opened(world.offer(head, of=plan, lost=(lost,)))
     assert ranks(after) == [head, spare]
@@ -115,15 +105,15 @@ def test_a_lost_stage_that_comes_back_is_given_another_place_after_a_while(
     plan = world.gather(1, 2, 3)
     head, lost = ranks(plan)
     spare = ({1, 2, 3} - {head, lost}).pop()
-    world.later(ALIVE_S + 1)
+    world.later(pipeline_coordinator.ALIVE_S + 1)
     world.offer(spare)
     world.offer(head, of=plan, lost=(lost,))
     assert isinstance(world.offer(lost, of=plan), StageWait)
-    world.later(BENCH_S)
+    world.later(pipeline_coordinator.BENCH_S)
     for number in (head, spare, lost):
         world.offer(number)
     after = world.plan(head, spare)
-    world.later(ALIVE_S + 1)
+    world.later(pipeline_coordinator.ALIVE_S + 1)
     world.offer(lost)
     assert ranks(opened(world.offer(head, of=after, lost=(spare,)))) == [head, lost]
 
@@ -133,7 +123,7 @@ def test_without_a_spare_those_that_are_left_are_planned_anew(world: OfferNetwor
     plan = world.gather(1, 2, 3, world_size=0, memory=PART // 10 * 9)
     assert len(plan.stages) == 3
     head, middle, last = ranks(plan)
-    world.later(ALIVE_S + 1)
+    world.later(pipeline_coordinator.ALIVE_S + 1)
     for number in (head, last):
         world.offer(number, PART * 2)
     after = opened(world.offer(head, PART * 2, of=plan, lost=(middle,)))
@@ -145,7 +135,7 @@ def broken(world: OfferNetwork) -> tuple[PipelinePlan, int, int]:
     """A pipeline of two whose stage 1 is gone, and its stage 0 has said so: (plan, stage 0, lost node)."""
     plan = world.gather(1, 2)
     head, lost = ranks(plan)
-    world.later(ALIVE_S + 1)
+    world.later(pipeline_coordinator.ALIVE_S + 1)
     assert opened(world.offer(head, of=plan, lost=(lost,))) == plan
     assert world.coordinator.rows()[0].state == "waiting"
     return plan, head, lost
@@ -183,7 +173,7 @@ def test_a_place_is_not_kept_for_a_node_that_has_too_little_memory_by_now(
 
 def test_those_that_are_left_do_not_wait_for_ever(world: OfferNetwork) -> None:
     plan, head, _ = broken(world)
-    for _ in range(int(WAIT_S / 10) + 1):
+    for _ in range(int(pipeline_coordinator.WAIT_S / 10) + 1):
         world.later(10.0)
         world.offer(head, of=plan)
     assert isinstance(world.offer(head, of=plan), StageWait)
@@ -296,16 +286,16 @@ def test_a_plan_is_sealed_anew_before_it_runs_out(world: OfferNetwork) -> None:
         ).expires
 
     first = expires()
-    assert first == NOW + PLAN_TTL_S
-    world.away = PLAN_TTL_S / 4
+    assert first == NOW + pipeline_coordinator.PLAN_TTL_S
+    world.away = pipeline_coordinator.PLAN_TTL_S / 4
     assert expires() == first
-    world.away = PLAN_TTL_S * 3 / 4
-    assert expires() == NOW + world.away + PLAN_TTL_S
+    world.away = pipeline_coordinator.PLAN_TTL_S * 3 / 4
+    assert expires() == NOW + world.away + pipeline_coordinator.PLAN_TTL_S
 
 
 def test_a_group_that_no_node_mentions_is_forgotten(world: OfferNetwork) -> None:
     world.gather(1, 2)
-    world.later(GONE_S + 1)
+    world.later(pipeline_coordinator.GONE_S + 1)
     world.offer(5)
     assert world.coordinator.rows() == []
     assert isinstance(world.offer(1), StageWait)
@@ -353,7 +343,7 @@ def test_an_offer_of_an_engine_without_stages_is_refused_with_what_to_do(
 
 
 def test_nobody_may_offer_without_end(world: OfferNetwork) -> None:
-    for _ in range(PEER_BURST):
+    for _ in range(pipeline_coordinator.PEER_BURST):
         world.offer(1)
     with refuses(Reason.RATE_LIMITED):
         world.offer(1)
@@ -365,14 +355,14 @@ def test_nobody_may_offer_without_end(world: OfferNetwork) -> None:
 def test_the_number_of_offers_is_limited(world: OfferNetwork) -> None:
     world.know(1)
     row = world.peers.get(node(1))
-    for number in range(MAX_OFFERS):
+    for number in range(pipeline_coordinator.MAX_OFFERS):
         name = number.to_bytes(32, "big")
         world.peers.get(name).record = row.record
         lone = StageOffer(0, "vllm", "vllm 1", name=str(number))
         world.coordinator.offered(name, OfferStage(lone))
     with refuses(Reason.BUSY):
         world.offer(2)
-    world.later(ALIVE_S + 1)
+    world.later(pipeline_coordinator.ALIVE_S + 1)
     world.offer(2)
 
 
@@ -402,7 +392,7 @@ def test_offers_that_change_all_the_time_do_not_keep_the_trainer_planning(
 ) -> None:
     for number in (1, 2):
         world.offer(number, rank=number - 1, world_size=2, memory=10)
-    for size in range(2 * MAKE_BURST):
+    for size in range(2 * pipeline_coordinator.MAKE_BURST):
         world.offer(3 + size % 6, rank=0, world_size=2, memory=100 + size)
     assert isinstance(world.offer(9, rank=0, world_size=2), StageWait)
     assert isinstance(world.offer(10, rank=1, world_size=2), StageWait)

@@ -12,25 +12,17 @@ from primerl.crypto.keys import SecretKey
 from primerl.node.trainer.pipeline_faults import StageFaults, observed, spared
 from primerl.node.verification.judgement import Judgement, StageAttribution
 from primerl.node.verification.verdict import AuditResults, Verified
+from primerl.protocol import reputation
 from primerl.protocol.errors import Reason
 from primerl.protocol.pipelines import PipelinePlan, Stage
-from primerl.protocol.reputation import (
-    ALONE_MOST,
-    NAMED_AT,
-    VOUCHED_MOST,
-    Audited,
-    Outcome,
-    Reputation,
-    ban_test,
-)
 from primerl.protocol.rollouts import Evidence, Verdict
 
-TEST = ban_test(PROOFS, 1e5)
+TEST = reputation.ban_test(PROOFS, 1e5)
 NODES = [SecretKey.from_seed(bytes([40 + number]) * 32).node_id for number in range(6)]
 WRONG = Judgement(Reason.WRONG_MODEL, "off", True)
 ODD = Judgement(None, "", True)
 FINE = Judgement(None, "", False)
-JUDGED: dict[Outcome, Judgement] = {"clean": FINE, "suspect": ODD, "rejected": WRONG}
+JUDGED: dict[reputation.Outcome, Judgement] = {"clean": FINE, "suspect": ODD, "rejected": WRONG}
 
 
 def plan(*nodes: bytes, generation: int = 1) -> PipelinePlan:
@@ -42,7 +34,9 @@ def plan(*nodes: bytes, generation: int = 1) -> PipelinePlan:
     )
 
 
-def submission(made_by: PipelinePlan, outcome: Outcome, *stages: int, count: int = 8) -> Verified:
+def submission(
+    made_by: PipelinePlan, outcome: reputation.Outcome, *stages: int, count: int = 8
+) -> Verified:
     """So many audited rollouts, each laid to these stages."""
     blames = [StageAttribution(0, number, (0.1,), outcome, stages) for number in range(count)]
     evidence = [Evidence(0, number, 64, 0.2, 0, 0, 0, 0, 9.0) for number in range(count)]
@@ -55,7 +49,7 @@ class Court:
     """A trainer's memory, and what it took apart."""
 
     def __init__(self) -> None:
-        self.peers: dict[bytes, Reputation] = defaultdict(Reputation)
+        self.peers: dict[bytes, reputation.Reputation] = defaultdict(reputation.Reputation)
         self.parted: list[tuple[bytes, bytes]] = []
         self._faults = StageFaults(
             self.peers.__getitem__, lambda group, node, why: self.parted.append((group, node)), TEST
@@ -84,7 +78,7 @@ def test_a_stage_that_is_named_is_out_at_the_first_submission_but_not_banned() -
     assert court.parted == [(made_by.group, NODES[1])]
     liar = court.peers[NODES[1]]
     assert (liar.banned, liar.accusers) == ("", (NODES[0].hex(),))
-    assert liar.cheat_nats == pytest.approx(ALONE_MOST * TEST.bar)
+    assert liar.cheat_nats == pytest.approx(reputation.ALONE_MOST * TEST.bar)
     assert court.peers[NODES[2]].cheat_nats == 0
 
 
@@ -92,7 +86,7 @@ def test_one_rejected_rollout_alone_takes_nothing_apart() -> None:
     court = Court()
     court.take_in(submission(plan(*NODES[:3]), "rejected", 1, count=1))
     assert court.parted == []
-    assert 0 < court.peers[NODES[1]].cheat_nats < NAMED_AT * TEST.bar
+    assert 0 < court.peers[NODES[1]].cheat_nats < reputation.NAMED_AT * TEST.bar
 
 
 def test_two_first_stages_that_name_the_same_one_have_it_banned() -> None:
@@ -112,8 +106,8 @@ def test_a_node_that_signs_for_the_fault_of_another_bears_a_small_part_of_it_how
     for _ in range(submissions):
         court.take_in(submission(plan(*NODES[:3]), "rejected", 2))
     first, before, liar = (court.peers[node] for node in NODES[:3])
-    assert 0 < first.cheat_nats <= VOUCHED_MOST * TEST.bar
-    assert 0 < before.cheat_nats <= VOUCHED_MOST * TEST.bar, "it sent what the liar got"
+    assert 0 < first.cheat_nats <= reputation.VOUCHED_MOST * TEST.bar
+    assert 0 < before.cheat_nats <= reputation.VOUCHED_MOST * TEST.bar, "it sent what the liar got"
     assert not first.of("sums").quarantined
     assert first.recent_fault, "all that it sends next is audited"
     assert liar.cheat_nats > 5 * first.cheat_nats
@@ -128,7 +122,7 @@ def test_a_node_that_frames_one_neighbour_after_the_other_is_banned_itself() -> 
         court.take_in(submission(plan(NODES[0], victim), "rejected", 1, count=16))
         assert court.peers[victim].banned == ""
         number += 1
-    assert 1 / VOUCHED_MOST - 1 <= number <= 1 / VOUCHED_MOST + 1
+    assert 1 / reputation.VOUCHED_MOST - 1 <= number <= 1 / reputation.VOUCHED_MOST + 1
 
 
 def test_clean_work_makes_up_for_a_bad_neighbour() -> None:
@@ -188,7 +182,7 @@ def test_a_group_that_stays_on_another_policy_is_parted_and_its_first_stage_bann
 def test_what_one_node_made_alone_is_its_own() -> None:
     verified = submission(plan(*NODES[:2]), "rejected", 1)
     plain = AuditResults(verified.audited.evidence, verified.audited.judgements)
-    assert observed(plain) == [Audited("rejected", 9.0)] * 8
+    assert observed(plain) == [reputation.Audited("rejected", 9.0)] * 8
     assert spared(plain) == 0
 
 
@@ -202,7 +196,7 @@ def test_rollouts_without_boundaries_are_forgiven_as_many_as_can_have_been_under
     court.take_in(verified)
     assert court.parted == []
     assert court.peers[NODES[1]].cheat_nats == 0
-    assert 0 < court.peers[NODES[0]].cheat_nats <= VOUCHED_MOST * TEST.bar
+    assert 0 < court.peers[NODES[0]].cheat_nats <= reputation.VOUCHED_MOST * TEST.bar
     court.take_in(verified)
     assert court.peers[NODES[0]].banned
     assert court.peers[NODES[1]].cheat_nats == 0
@@ -212,16 +206,16 @@ def test_what_is_remembered_of_accusers_is_stored() -> None:
     court = Court()
     court.take_in(submission(plan(*NODES[:2]), "rejected", 1))
     liar = court.peers[NODES[1]]
-    assert Reputation.restore(liar.snapshot(), ()).accusers == liar.accusers
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(Reputation().snapshot()))
+    assert reputation.Reputation.restore(liar.snapshot(), ()).accusers == liar.accusers
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(reputation.Reputation().snapshot()))
     assert "accusers" not in fields
     again = msgspec.convert(fields, type(liar.snapshot()))
-    assert Reputation.restore(again, ()).accusers == ()
+    assert reputation.Reputation.restore(again, ()).accusers == ()
 
 
 @pytest.mark.parametrize(("outcome", "told"), [("suspect", 0), ("rejected", 8), ("clean", 8)])
 def test_the_first_rollouts_of_a_numerics_class_ban_no_worker_for_suspicions_alone(
-    outcome: Outcome, told: int
+    outcome: reputation.Outcome, told: int
 ) -> None:
     """It may be of another class than it claims: then it is refused that one, and may state its own."""
     audited = submission(plan(*NODES[:3]), outcome, 0).audited

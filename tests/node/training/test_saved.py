@@ -9,18 +9,12 @@ import pytest
 import torch
 
 from primerl.node.errors import StorageError
-from primerl.node.training.learner_state import (
-    HEADER,
-    HostRoom,
-    SavedLearner,
-    read_saved,
-    rng_state,
-)
+from primerl.node.training import learner_state
 
 SHARD = "shard-00000-00000.safetensors"
 
 
-def trained(steps: int = 1, width: int = 5) -> SavedLearner:
+def trained(steps: int = 1, width: int = 5) -> learner_state.SavedLearner:
     torch.manual_seed(3)
     model = torch.nn.Linear(width, 3)
     parameters = dict(model.named_parameters())
@@ -33,10 +27,10 @@ def trained(steps: int = 1, width: int = 5) -> SavedLearner:
         for name, parameter in parameters.items()
         for key, value in optimizer.state[parameter].items()
     }
-    return SavedLearner(steps, parameters, moments, rng_state())
+    return learner_state.SavedLearner(steps, parameters, moments, learner_state.rng_state())
 
 
-def assert_equal(one: SavedLearner, other: SavedLearner) -> None:
+def assert_equal(one: learner_state.SavedLearner, other: learner_state.SavedLearner) -> None:
     assert one.step == other.step
     tables = ((one.weights, other.weights), (one.moments, other.moments), (one.rng, other.rng))
     for ours, theirs in tables:
@@ -54,7 +48,7 @@ def test_weights_moments_counters_rng_and_step_come_back_bit_by_bit(
     saved = trained(steps)
     assert len(saved.moments) == (6 if steps else 0)
     saved.write(tmp_path / "saved")
-    found = read_saved(tmp_path / "saved", saved.weights)
+    found = learner_state.read_saved(tmp_path / "saved", saved.weights)
     assert_equal(found, saved)
     assert os.listdir(tmp_path) == ["saved"]
 
@@ -62,11 +56,11 @@ def test_weights_moments_counters_rng_and_step_come_back_bit_by_bit(
 def test_what_was_read_shares_no_memory_with_the_learner(tmp_path: Path) -> None:
     saved = trained()
     saved.write(tmp_path / "saved")
-    found = read_saved(tmp_path / "saved", saved.weights)
+    found = learner_state.read_saved(tmp_path / "saved", saved.weights)
     assert all(found.weights[name] is not tensor for name, tensor in saved.weights.items())
     for tensor in found.weights.values():
         tensor.zero_()
-    assert_equal(read_saved(tmp_path / "saved", saved.weights), saved)
+    assert_equal(learner_state.read_saved(tmp_path / "saved", saved.weights), saved)
 
 
 def test_a_staged_copy_is_of_the_moment_when_it_was_taken(tmp_path: Path) -> None:
@@ -76,16 +70,16 @@ def test_a_staged_copy_is_of_the_moment_when_it_was_taken(tmp_path: Path) -> Non
         for tensor in (*saved.weights.values(), *saved.moments.values()):
             tensor.add_(1.0)
     staged.write(tmp_path / "saved")
-    found = read_saved(tmp_path / "saved", saved.weights)
+    found = learner_state.read_saved(tmp_path / "saved", saved.weights)
     assert_equal(replace(found, rng={}), replace(as_it_was, rng={}))
 
 
 def test_no_file_is_a_pickle_or_a_zip(tmp_path: Path) -> None:
     trained().write(tmp_path / "saved")
-    assert sorted(os.listdir(tmp_path / "saved")) == [HEADER, SHARD]
+    assert sorted(os.listdir(tmp_path / "saved")) == [learner_state.HEADER, SHARD]
 
 
-@pytest.mark.parametrize("name", [HEADER, SHARD])
+@pytest.mark.parametrize("name", [learner_state.HEADER, SHARD])
 @pytest.mark.parametrize("keep", [None, 0, 20, -5])
 def test_a_torn_or_missing_file_is_a_storage_error(
     tmp_path: Path, name: str, keep: int | None
@@ -98,7 +92,7 @@ def test_a_torn_or_missing_file_is_a_storage_error(
     else:
         torn.write_bytes(torn.read_bytes()[:keep])
     with pytest.raises(StorageError, match="earlier checkpoint"):
-        read_saved(tmp_path / "saved", saved.weights)
+        learner_state.read_saved(tmp_path / "saved", saved.weights)
 
 
 def test_a_file_of_another_checkpoint_does_not_pass(tmp_path: Path) -> None:
@@ -107,7 +101,7 @@ def test_a_file_of_another_checkpoint_does_not_pass(tmp_path: Path) -> None:
     trained(0).write(tmp_path / "other")
     (tmp_path / "other" / SHARD).replace(tmp_path / "saved" / SHARD)
     with pytest.raises(StorageError, match=r"lacks a part of optimizer\.weight:"):
-        read_saved(tmp_path / "saved", saved.weights)
+        learner_state.read_saved(tmp_path / "saved", saved.weights)
 
 
 @pytest.mark.parametrize("change", ["width", "missing", "more", "moments"])
@@ -123,17 +117,17 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, change: str) -
         saved = replace(saved, moments={**saved.moments, **strange})
     saved.write(tmp_path / "saved")
     with pytest.raises(StorageError, match="another model"):
-        read_saved(tmp_path / "saved", parameters)
+        learner_state.read_saved(tmp_path / "saved", parameters)
 
 
 def test_a_checkpoint_of_another_format_says_which(tmp_path: Path) -> None:
     saved = trained()
     saved.write(tmp_path / "saved")
-    header = tmp_path / "saved" / HEADER
+    header = tmp_path / "saved" / learner_state.HEADER
     fields = msgspec.json.decode(header.read_bytes())
     header.write_bytes(msgspec.json.encode(fields | {"format": 3}))
     with pytest.raises(StorageError, match="has format 3"):
-        read_saved(tmp_path / "saved", saved.weights)
+        learner_state.read_saved(tmp_path / "saved", saved.weights)
 
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
@@ -143,7 +137,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         replace(saved, weights=unwritable).write(tmp_path / "saved")
     assert os.listdir(tmp_path) == ["saved"]
-    assert_equal(read_saved(tmp_path / "saved", saved.weights), saved)
+    assert_equal(learner_state.read_saved(tmp_path / "saved", saved.weights), saved)
 
 
 def test_large_models_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +145,15 @@ def test_large_models_are_cut_into_files(tmp_path: Path, monkeypatch: pytest.Mon
     saved = trained()
     saved.write(tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) >= 3
-    assert_equal(read_saved(tmp_path / "saved", saved.weights), saved)
+    assert_equal(learner_state.read_saved(tmp_path / "saved", saved.weights), saved)
 
 
 def test_a_room_is_used_again_and_grows_with_what_is_put_there(tmp_path: Path) -> None:
-    room = HostRoom()
+    room = learner_state.HostRoom()
     first, second = trained(0), trained(3)
     copies = [one.staged(room=room) for one in (first, second, second)]
     places = [{s.name: s.data.data_ptr() for s in copy.slices} for copy in copies]
     assert places[1] == places[2]
     assert places[0].items() <= places[1].items()
     copies[1].write(tmp_path / "saved")
-    assert_equal(read_saved(tmp_path / "saved", second.weights), second)
+    assert_equal(learner_state.read_saved(tmp_path / "saved", second.weights), second)

@@ -35,14 +35,7 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.p2p.heads import HeadStore
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.storage.ledger import Ledger
-from primerl.node.validator.loop import (
-    MAX_FAILURES,
-    StateCache,
-    ValidatorRole,
-    job_items,
-    make_report,
-    read_submission,
-)
+from primerl.node.validator import loop
 from primerl.node.verification.auditor import Measured, SampledSpan, Unreadable
 from primerl.node.weights.replica import Policy
 from primerl.protocol.audits import (
@@ -116,7 +109,7 @@ def with_another_end(sealed: bytes) -> bytes:
 
 def test_what_is_audited_follows_from_the_bundle_and_its_lease() -> None:
     data = bundle()
-    (item,) = job_items(job(data), data, run=MANIFEST, run_id=RUN)
+    (item,) = loop.job_items(job(data), data, run=MANIFEST, run_id=RUN)
     seed = sample_seed(RUN, LEASE, WORKER.node_id, TASK, 0, 0)
     assert (list(item.token_ids), item.replies) == ([5, 6, 7, 1], [SampledSpan(2, 4, seed)])
     assert (list(item.versions), list(item.logprobs)) == ([3, 4], [-0.5, -0.25])
@@ -154,30 +147,30 @@ def leased(key: SecretKey = TRAINER, to: SecretKey = WORKER) -> Submission:
 )
 def test_a_bundle_that_is_not_what_the_job_says_is_not_audited(data: bytes, reason: Reason) -> None:
     with refuses(reason):
-        job_items(job(data), data, run=MANIFEST, run_id=RUN)
+        loop.job_items(job(data), data, run=MANIFEST, run_id=RUN)
 
 
 @pytest.mark.parametrize("place", [Place(0, 1), Place(1, 0), Place(7, 0)], ids=str)
 def test_a_job_about_a_rollout_that_is_not_there_or_failed_makes_no_sense(place: Place) -> None:
     data = bundle()
     with refuses(Reason.MALFORMED):
-        job_items(job(data, place), data, run=MANIFEST, run_id=RUN)
+        loop.job_items(job(data, place), data, run=MANIFEST, run_id=RUN)
 
 
 def test_a_job_about_several_branches_or_unknown_versions_makes_no_sense() -> None:
     data = bundle(with_branches(PROVED, PROVED))
     with refuses(Reason.MALFORMED):
-        job_items(job(data), data, run=MANIFEST, run_id=RUN)
+        loop.job_items(job(data), data, run=MANIFEST, run_id=RUN)
     data = bundle()
     with refuses(Reason.MALFORMED):
-        job_items(job(data, versions=(2, 4)), data, run=MANIFEST, run_id=RUN)
+        loop.job_items(job(data, versions=(2, 4)), data, run=MANIFEST, run_id=RUN)
 
 
 async def test_the_bytes_behind_a_job_must_be_those_that_it_names() -> None:
     data = bundle()
-    assert await read_submission(Told(bytearray(data)), job(data)) == data
+    assert await loop.read_submission(Told(bytearray(data)), job(data)) == data
     with refuses(Reason.WRONG_DIGEST):
-        await read_submission(Told(bytearray(with_another_end(data))), job(data))
+        await loop.read_submission(Told(bytearray(with_another_end(data))), job(data))
 
 
 async def test_an_oversized_job_is_refused_before_anything_is_read() -> None:
@@ -201,7 +194,7 @@ class Endless(Told):
 async def test_what_a_job_promises_takes_no_memory_before_it_comes() -> None:
     stream = Endless()
     with pytest.raises(StreamClosed):
-        await read_submission(stream, job(bundle(), size=MAX_SUBMISSION))
+        await loop.read_submission(stream, job(bundle(), size=MAX_SUBMISSION))
     assert stream.largest < 2**20
 
 
@@ -214,7 +207,7 @@ def test_a_report_holds_numbers_whatever_was_measured() -> None:
     )
     data = bundle()
     asked = job(data, Place(0, 0), Place(1, 1), Place(0, 1))
-    made = make_report(asked, [wild, CLEAN, Unreadable("\u20ac" * 500, proof=True)])
+    made = loop.make_report(asked, [wild, CLEAN, Unreadable("\u20ac" * 500, proof=True)])
     check_rows(made, [(0, 0), (1, 1), (0, 1)])
     assert made.measured[0].fingerprint == MAX_MEASURE  # NaN is guilty, as it is to the trainer
     assert (made.measured[0].sampling, made.measured[0].other_policy) == (MAX_MEASURE, -MAX_MEASURE)
@@ -242,7 +235,7 @@ def heads(*orders: tuple[int, int]) -> TrustedRun:
 
 
 def test_a_cache_keeps_the_newest_policies() -> None:
-    cache = StateCache(2)
+    cache = loop.StateCache(2)
     for version in (0, 1, 2):
         cache.put(policy(version), None)
     trusted = heads((0, 0), (0, 1), (0, 2))
@@ -253,7 +246,7 @@ def test_a_cache_keeps_the_newest_policies() -> None:
 
 def test_a_cache_offers_nothing_of_an_epoch_that_was_left() -> None:
     """The trainer went back, and its version 2 is another one now: the old one would convict the honest."""
-    cache = StateCache(8)
+    cache = loop.StateCache(8)
     cache.put(policy(1), None)
     cache.put(policy(2, b"left"), None)
     trusted = heads((0, 1), (1, 2))
@@ -264,7 +257,7 @@ def test_a_cache_offers_nothing_of_an_epoch_that_was_left() -> None:
 
 
 async def test_a_cache_is_an_engine_that_generates_nothing() -> None:
-    cache = StateCache(2)
+    cache = loop.StateCache(2)
     assert cache.policy_version == -1
     await cache.load(3, {})
     assert cache.policy_version == 3
@@ -370,14 +363,14 @@ def validator(
     links: Trainer, tmp_path: Path, *, auditor: Measuring | None = None
 ) -> tuple[Any, HeadStore, Ledger]:
     """A validator that holds versions 2 to 4, its head book, and the ledger to close."""
-    cache = StateCache(5)
+    cache = loop.StateCache(5)
     for version in (2, 3, 4):
         cache.put(policy(version), None)
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     book = HeadStore(heads(), ledger)
     services = bare_services(VALIDATOR, links=links, heads=book, fetcher=Idle())
     fakes: list[Any] = [Caught(), cache, auditor or Measuring()]
-    return ValidatorRole(services, MANIFEST, *fakes), book, ledger
+    return loop.ValidatorRole(services, MANIFEST, *fakes), book, ledger
 
 
 async def reports_of(tmp_path: Path, count: int, data: bytes, **changes: Any) -> list[AuditReport]:
@@ -456,4 +449,4 @@ async def test_a_validator_whose_auditor_fails_thrice_ends(tmp_path: Path) -> No
         async with asyncio.timeout(60.0):
             await role.run()
     ledger.close()
-    assert [made.failed for made in links.reports] == ["no memory left"] * MAX_FAILURES
+    assert [made.failed for made in links.reports] == ["no memory left"] * loop.MAX_FAILURES

@@ -29,42 +29,15 @@ from primerl.node.errors import EngineError
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.trainer.audits import _measured as from_report  # pyright: ignore[reportPrivateUsage]
 from primerl.node.validator.loop import job_items, make_report
-from primerl.node.verification.auditor import (
-    AuditItem,
-    AuditTarget,
-    BoundaryClaim,
-    Measured,
-    SameState,
-    SampledSpan,
-    VersionComparisons,
-    audit_items,
-    boundary_distances,
-    check_versions,
-    other_versions,
-    plain_turns,
-    plan_of,
-)
+from primerl.node.verification import auditor
 from primerl.node.verification.checks import CheckedRollout, check_submission
 from primerl.node.weights.state import Tensor
+from primerl.protocol import rollouts
 from primerl.protocol.audits import CrossedRow, Place, check_rows
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.messages import AuditJob
 from primerl.protocol.pipelines import PipelinePlan, Stage
-from primerl.protocol.rollouts import (
-    MAX_BLAMED,
-    MAX_DETAIL,
-    MAX_EVIDENCE,
-    MAX_REJECTIONS,
-    Blamed,
-    Crossed,
-    Evidence,
-    PipelineVerdict,
-    Rejection,
-    RolloutRecord,
-    Submission,
-    Verdict,
-)
 
 PROVED = msgspec.structs.replace(
     BRANCH, proof=Projection().make(np.arange(64, dtype=np.float32).reshape(2, 32))
@@ -78,36 +51,40 @@ def sealed_plan(plan: PipelinePlan = PLAN, key: SecretKey = TRAINER, run: bytes 
     return seal(key, Purpose.PIPELINE, run, plan, expires=NOW)
 
 
-def work(*crossed: Crossed, branches: int = 1, **changes: Any) -> Submission:
+def work(*crossed: rollouts.Crossed, branches: int = 1, **changes: Any) -> rollouts.Submission:
     """The example, whose first rollout was made by a pipeline."""
     groups = list(SUBMISSION.groups)
-    first = (RolloutRecord((PROVED,) * branches, 1.0, ""), *groups[0].rollouts[1:])
+    first = (rollouts.RolloutRecord((PROVED,) * branches, 1.0, ""), *groups[0].rollouts[1:])
     groups[0] = msgspec.structs.replace(groups[0], rollouts=first)
-    made = {"plan": sealed_plan(), "crossed": crossed or (Crossed(0, 0, 0, STATED),), **changes}
+    made = {
+        "plan": sealed_plan(),
+        "crossed": crossed or (rollouts.Crossed(0, 0, 0, STATED),),
+        **changes,
+    }
     return msgspec.structs.replace(SUBMISSION, groups=tuple(groups), **made)
 
 
-def checked(submission: Submission, plan: PipelinePlan | None = PLAN) -> CheckedRollout:
+def checked(submission: rollouts.Submission, plan: PipelinePlan | None = PLAN) -> CheckedRollout:
     """Its first rollout."""
     (one,) = check_submission(submission, LEASE, MANIFEST, 4, plan).rollouts
     return one
 
 
-def plan_in(submission: Submission, node: bytes = WORKER.node_id) -> PipelinePlan | None:
+def plan_in(submission: rollouts.Submission, node: bytes = WORKER.node_id) -> PipelinePlan | None:
     """As the trainer finds it."""
-    return plan_of(submission, run=RUN, trainer=TRAINER.node_id, node=node)
+    return auditor.plan_of(submission, run=RUN, trainer=TRAINER.node_id, node=node)
 
 
 def test_an_auditor_is_asked_about_the_boundaries_of_the_plan() -> None:
     rollout = checked(work())
     assert rollout.crossed == [STATED]
-    turns = plain_turns(rollout.branches)
+    turns = auditor.plain_turns(rollout.branches)
     assert turns is not None
     sampling = MANIFEST.environments[0].sampling
-    (item,) = audit_items(
+    (item,) = auditor.audit_items(
         rollout, turns, lease=LEASE, run=RUN, sampling=sampling, node=WORKER.node_id, plan=PLAN
     )
-    assert item.boundaries == [BoundaryClaim(14, "fp8", STATED[0])]
+    assert item.boundaries == [auditor.BoundaryClaim(14, "fp8", STATED[0])]
 
 
 @pytest.mark.parametrize(
@@ -149,10 +126,10 @@ def test_only_a_plan_of_the_trainers_whose_first_stage_signed_counts(
 
 
 def test_a_rollout_that_lacks_boundaries_of_a_branch_has_none() -> None:
-    assert checked(work(Crossed(1, 0, 0, STATED))).crossed == []
-    two = work(Crossed(0, 0, 0, STATED), branches=2)
+    assert checked(work(rollouts.Crossed(1, 0, 0, STATED))).crossed == []
+    two = work(rollouts.Crossed(0, 0, 0, STATED), branches=2)
     assert checked(two).crossed == []
-    both = work(Crossed(0, 0, 0, STATED), Crossed(0, 0, 1, STATED), branches=2)
+    both = work(rollouts.Crossed(0, 0, 0, STATED), rollouts.Crossed(0, 0, 1, STATED), branches=2)
     assert checked(both).crossed == [STATED, STATED]
     assert checked(work(), plan=None).crossed == []
 
@@ -160,22 +137,22 @@ def test_a_rollout_that_lacks_boundaries_of_a_branch_has_none() -> None:
 @pytest.mark.parametrize(
     "crossed",
     [
-        (Crossed(0, 0, 0, (bytes(15),)),),
-        (Crossed(0, 0, 0, (bytes(24),)),),
-        (Crossed(0, 0, 0, (b"",)),),
-        (Crossed(0, 0, 0, STATED * 2),),
-        (Crossed(0, 0, 0, STATED), Crossed(0, 0, 0, STATED)),
+        (rollouts.Crossed(0, 0, 0, (bytes(15),)),),
+        (rollouts.Crossed(0, 0, 0, (bytes(24),)),),
+        (rollouts.Crossed(0, 0, 0, (b"",)),),
+        (rollouts.Crossed(0, 0, 0, STATED * 2),),
+        (rollouts.Crossed(0, 0, 0, STATED), rollouts.Crossed(0, 0, 0, STATED)),
     ],
     ids=["cut short", "of a longer reply", "empty", "of another plan", "twice"],
 )
-def test_boundaries_of_another_size_cost_the_bundle(crossed: tuple[Crossed, ...]) -> None:
+def test_boundaries_of_another_size_cost_the_bundle(crossed: tuple[rollouts.Crossed, ...]) -> None:
     with refuses(Reason.MALFORMED):
         checked(work(*crossed))
 
 
 def test_boundaries_that_are_not_fingerprints_are_left_to_the_audit() -> None:
     """Who passed them on need not have written them: only an audit can tell whose they are."""
-    assert checked(work(Crossed(0, 0, 0, (b"\xff" * 16,)))).crossed == [(b"\xff" * 16,)]
+    assert checked(work(rollouts.Crossed(0, 0, 0, (b"\xff" * 16,)))).crossed == [(b"\xff" * 16,)]
 
 
 def test_a_validator_asks_and_reports_the_same() -> None:
@@ -193,13 +170,13 @@ def test_a_validator_asks_and_reports_the_same() -> None:
     )
     (item,) = job_items(job, data, run=MANIFEST, run_id=RUN)
     assert [one.layers for one in item.boundaries] == [14]
-    found = Measured(0, 0, 2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0, 0.5, 2.0, boundaries=(0.25,))
+    found = auditor.Measured(0, 0, 2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0, 0.5, 2.0, boundaries=(0.25,))
     report = make_report(job, [found])
     check_rows(report, [(0, 0)])
     assert report.crossed == (CrossedRow(0, 0, (0.25,)),)
-    assert from_report([AuditTarget(checked(work()), [item])], report) == [[found]]
+    assert from_report([auditor.AuditTarget(checked(work()), [item])], report) == [[found]]
     lied = msgspec.structs.replace(report, crossed=(CrossedRow(0, 0, (0.25, 0.5)),))
-    assert from_report([AuditTarget(checked(work()), [item])], lied)[0][0].boundaries == ()  # type: ignore[union-attr]
+    assert from_report([auditor.AuditTarget(checked(work()), [item])], lied)[0][0].boundaries == ()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +191,7 @@ def test_a_validator_asks_and_reports_the_same() -> None:
 )
 def test_a_report_with_senseless_boundaries_is_refused(rows: tuple[CrossedRow, ...]) -> None:
     job = AuditJob(1, WORKER.node_id, digest(b"x"), 1, digest(b"c"), (Place(0, 0),), (3,), (), 5.0)
-    report = make_report(job, [Measured(0, 0, 2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0)])
+    report = make_report(job, [auditor.Measured(0, 0, 2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0)])
     assert b"crossed" not in msgspec.msgpack.encode(report)
     check_rows(report, [(0, 0)])
     with refuses(Reason.MALFORMED):
@@ -222,48 +199,52 @@ def test_a_report_with_senseless_boundaries_is_refused(rows: tuple[CrossedRow, .
 
 
 def test_a_rollout_is_as_far_off_at_a_boundary_as_the_worst_of_its_branches() -> None:
-    def branch(*boundaries: float) -> Measured:
-        return Measured(0, 0, 2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, boundaries=boundaries)
+    def branch(*boundaries: float) -> auditor.Measured:
+        return auditor.Measured(0, 0, 2, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, boundaries=boundaries)
 
-    assert boundary_distances([branch(0.1, 0.4), branch(0.3, 0.2)]) == (0.3, 0.4)
-    assert boundary_distances([branch(0.1), branch()]) == ()
-    assert boundary_distances([branch(0.1), branch(0.1, 0.2)]) == ()
-    assert boundary_distances([branch(0.1), branch(float("nan"))])[0] != 0.1
+    assert auditor.boundary_distances([branch(0.1, 0.4), branch(0.3, 0.2)]) == (0.3, 0.4)
+    assert auditor.boundary_distances([branch(0.1), branch()]) == ()
+    assert auditor.boundary_distances([branch(0.1), branch(0.1, 0.2)]) == ()
+    assert auditor.boundary_distances([branch(0.1), branch(float("nan"))])[0] != 0.1
 
 
 def test_the_longest_verdict_on_a_pipeline_fits_a_message() -> None:
     node = bytes(range(32))
-    verdict = Verdict(
+    verdict = rollouts.Verdict(
         submission=node,
         lease_id=2**53,
         accepted=2**31,
-        rejections=(Rejection(4095, 4095, Reason.ENVIRONMENT_ERROR, "x" * MAX_DETAIL),)
-        * MAX_REJECTIONS,
+        rejections=(
+            rollouts.Rejection(4095, 4095, Reason.ENVIRONMENT_ERROR, "x" * rollouts.MAX_DETAIL),
+        )
+        * rollouts.MAX_REJECTIONS,
         audited=2**31,
         rejected=2**31,
         challenge=node,
         rate=0.1,
-        evidence=(Evidence(4095, 4095, 2**24, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1),)
-        * MAX_EVIDENCE,
+        evidence=(rollouts.Evidence(4095, 4095, 2**24, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1),)
+        * rollouts.MAX_EVIDENCE,
         validator=node,
-        pipeline=PipelineVerdict(
+        pipeline=rollouts.PipelineVerdict(
             node,
             2**53,
             (node,) * 16,
-            (Blamed(4095, 4095, (0.1,) * 15, tuple(range(16))),) * MAX_BLAMED,
+            (rollouts.Blamed(4095, 4095, (0.1,) * 15, tuple(range(16))),) * rollouts.MAX_BLAMED,
         ),
     )
     sealed = seal(TRAINER, Purpose.VERDICT, RUN, verdict, expires=NOW, recipient=node)
     assert len(sealed) < 64 * 1024
 
 
-def item(length: int = 10, versions: Sequence[int] = (3,)) -> AuditItem:
+def item(length: int = 10, versions: Sequence[int] = (3,)) -> auditor.AuditItem:
     count = len(versions)
-    return AuditItem([0] * length, [SampledSpan(1, 1 + count, 0)], [0.0] * count, versions, b"")
+    return auditor.AuditItem(
+        [0] * length, [auditor.SampledSpan(1, 1 + count, 0)], [0.0] * count, versions, b""
+    )
 
 
 def test_versions_that_rounding_hides_are_seldom_compared_until_one_tells_them_apart() -> None:
-    comparisons = VersionComparisons()
+    comparisons = auditor.VersionComparisons()
     for _ in range(16):
         assert comparisons.due()
         comparisons.note(0.0)  # version 0 has none before it
@@ -274,7 +255,7 @@ def test_versions_that_rounding_hides_are_seldom_compared_until_one_tells_them_a
 
 
 def test_versions_that_differ_are_always_compared() -> None:
-    comparisons = VersionComparisons()
+    comparisons = auditor.VersionComparisons()
     for _ in range(100):
         assert comparisons.due()
         comparisons.note(-4.0)
@@ -282,17 +263,17 @@ def test_versions_that_differ_are_always_compared() -> None:
 
 def test_a_branch_of_one_version_is_never_compared_with_itself() -> None:
     others = {3: [2, 3, 4], 4: [3]}
-    assert other_versions({3}, others) == [2, 4]
+    assert auditor.other_versions({3}, others) == [2, 4]
     assert replace(item(), others=[2, 4]).wanted == [2, 3, 4]
     # of two versions: each of them may have drawn all of it
-    assert other_versions({3, 4}, others) == [2, 3, 4]
-    assert other_versions({7}, others) == []
+    assert auditor.other_versions({3, 4}, others) == [2, 3, 4]
+    assert auditor.other_versions({7}, others) == []
 
 
 def test_a_version_that_is_not_held_is_named() -> None:
-    check_versions([item()], {3: None})
+    auditor.check_versions([item()], {3: None})
     with pytest.raises(EngineError, match="policy 2"):
-        check_versions([replace(item(), others=[2])], {3: None})
+        auditor.check_versions([replace(item(), others=[2])], {3: None})
 
 
 def test_a_state_is_the_same_only_if_its_tensors_are() -> None:
@@ -300,7 +281,7 @@ def test_a_state_is_the_same_only_if_its_tensors_are() -> None:
         return Tensor("F32", (2,), np.zeros(2, "<u4"))
 
     state = {"a": tensor(), "b": tensor()}
-    seen = SameState(state)
+    seen = auditor.SameState(state)
     assert seen.matches(state)
     assert seen.matches(dict(state))
     assert not seen.matches(state | {"a": tensor()})

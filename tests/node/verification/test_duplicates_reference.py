@@ -14,6 +14,7 @@ Random = np.random.Generator
 Text = tuple[list[int], list[float]]
 """Sampled tokens and their logprobs."""
 NODES = [bytes([number]) * 32 for number in range(5)]
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 8))]
 
 
 def drawn(random: Random, tokens: int) -> Text:
@@ -133,7 +134,7 @@ def verdict(
 
 
 @pytest.mark.parametrize("windows", [3, 40, 200, 1 << 14])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_same_copies_are_found_of_the_same_senders(windows: int, seed: int) -> None:
     """Stores that are full forget the same texts, too."""
     random = np.random.default_rng([seed, windows])

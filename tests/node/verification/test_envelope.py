@@ -9,6 +9,7 @@ import pytest_asyncio
 from msgspec import structs
 from support.auditor_cases import OWN, TEMPERATURE, Case, coarse, generate, make_case, measured
 from support.noise_cases import honest_4b
+from support.prefill_core import PrefillCore
 from support.protocol_cases import PROOFS
 
 from primerl.node.config.run import EngineConfig
@@ -39,9 +40,9 @@ async def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def parts(case: Case) -> AsyncGenerator[tuple[HfAuditor, HfAuditor]]:
-    """The run's auditor, and the reader."""
-    auditor = HfAuditor(CPU, timeout_s=60.0, threads=1)
+async def parts(case: Case) -> AsyncGenerator[tuple[PrefillCore, HfAuditor]]:
+    """The run's auditor in this process, and the reader in its own."""
+    auditor = PrefillCore(CPU)
     reader = HfAuditor(CPU, timeout_s=60.0, threads=1, dtype="float32")
     for one in (auditor, reader):
         await one.start(case.model_dir, case.run)
@@ -54,7 +55,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_a_reading_is_what_a_worker_in_float32_claims(
-    case: Case, parts: tuple[HfAuditor, HfAuditor]
+    case: Case, parts: tuple[PrefillCore, HfAuditor]
 ) -> None:
     honest = await generate(case.model_dir, case.states[OWN], "float32")
     readings = await parts[1].read(honest, case.states)
@@ -74,7 +75,7 @@ async def test_a_reading_is_what_a_worker_in_float32_claims(
 
 
 async def test_the_auditor_is_as_far_from_float32_as_another_rounding_is(
-    case: Case, parts: tuple[HfAuditor, HfAuditor]
+    case: Case, parts: tuple[PrefillCore, HfAuditor]
 ) -> None:
     auditor, reader = parts
     read = measured(await NoiseEnvelope(auditor, reader).measure(case.honest, case.states))
@@ -87,7 +88,7 @@ async def test_the_auditor_is_as_far_from_float32_as_another_rounding_is(
 
 
 async def test_weights_of_four_bits_are_beyond_the_envelope_and_honest_work_is_not(
-    case: Case, parts: tuple[HfAuditor, HfAuditor]
+    case: Case, parts: tuple[PrefillCore, HfAuditor]
 ) -> None:
     auditor, reader = parts
     honest = await generate(case.model_dir, case.states[OWN], "bfloat16")
@@ -119,7 +120,7 @@ async def test_a_branch_of_two_versions_is_read_up_to_the_second(case: Case) -> 
 
 
 async def test_what_cannot_be_read_is_told_and_the_rest_is_read(
-    case: Case, parts: tuple[HfAuditor, HfAuditor]
+    case: Case, parts: tuple[PrefillCore, HfAuditor]
 ) -> None:
     broken = replace(case.honest[0], token_ids=[10**9, *case.honest[0].token_ids[1:]])
     found = await NoiseEnvelope(*parts).measure([broken, case.honest[1]], case.states)
@@ -171,7 +172,7 @@ async def test_what_the_auditors_kernels_leave_in_a_mean_others_may_leave_too() 
 
 
 async def test_a_temperature_that_no_rollout_shows_is_in_the_mean_of_sixteen(
-    case: Case, parts: tuple[HfAuditor, HfAuditor]
+    case: Case, parts: tuple[PrefillCore, HfAuditor]
 ) -> None:
     auditor, reader = parts
     read = measured(await NoiseEnvelope(auditor, reader).measure(case.honest, case.states))

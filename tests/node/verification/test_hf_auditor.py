@@ -16,20 +16,9 @@ from support.engine_cases import FP32
 from support.waiting import alive, until
 
 from primerl.node.errors import EngineError
-from primerl.node.verification import hf_auditor
+from primerl.node.verification import hf_auditor, local_audits
 from primerl.node.verification.auditor import AuditItem, Measured, SampledSpan, Unreadable
 from primerl.node.verification.hf_auditor import HfAuditor
-from primerl.node.verification.local_audits import (
-    FIRST_PORTION,
-    LARGEST_PORTION,
-    MOST_DEADLY,
-    SMALLEST_PORTION,
-    AuditFailed,
-    Pace,
-    Portions,
-    portion_size,
-    prefill_costs,
-)
 from primerl.node.weights.state import State, Tensor
 
 PROGRAM = (sys.executable, "-P", fake.__file__)
@@ -193,30 +182,30 @@ def test_a_portion_is_within_its_limit_unless_one_item_alone_is_not() -> None:
     costs = [10, 20, 500, 30, 60, 20, 90]
     taken: list[int] = []
     while sum(taken) < len(costs):
-        taken.append(portion_size(costs[sum(taken) :], limit=100))
+        taken.append(local_audits.portion_size(costs[sum(taken) :], limit=100))
     assert taken == [2, 1, 2, 1, 1]
-    assert portion_size(costs[4:], limit=170) == 3
+    assert local_audits.portion_size(costs[4:], limit=170) == 3
     items = [replace(item(fake.FINE), token_ids=[0] * size) for size in costs]
-    assert prefill_costs(items) == costs
-    twice = prefill_costs([replace(one, others=[0]) for one in items[4:]])
-    assert portion_size(twice, limit=170) == 2, "each version costs as much"
-    assert portion_size([], limit=100) == 0
+    assert local_audits.prefill_costs(items) == costs
+    twice = local_audits.prefill_costs([replace(one, others=[0]) for one in items[4:]])
+    assert local_audits.portion_size(twice, limit=170) == 2, "each version costs as much"
+    assert local_audits.portion_size([], limit=100) == 0
 
 
 def test_portions_take_a_quarter_of_the_time_that_there_is() -> None:
-    pace = Pace(100.0)
-    assert pace.limit == FIRST_PORTION
-    pace.done(FIRST_PORTION, 8.192)  # a thousand a second
+    pace = local_audits.Pace(100.0)
+    assert pace.limit == local_audits.FIRST_PORTION
+    pace.done(local_audits.FIRST_PORTION, 8.192)  # a thousand a second
     assert pace.limit == 25_000
     pace.done(10, 1.0)  # a network was loaded
     assert pace.limit == 25_000
     pace.done(25_000, 0.0)
-    assert pace.limit == LARGEST_PORTION
+    assert pace.limit == local_audits.LARGEST_PORTION
     for _ in range(9):
         pace.failed()
-    assert pace.limit == SMALLEST_PORTION
-    pace.done(SMALLEST_PORTION, 50.0)
-    assert pace.limit == SMALLEST_PORTION
+    assert pace.limit == local_audits.SMALLEST_PORTION
+    pace.done(local_audits.SMALLEST_PORTION, 50.0)
+    assert pace.limit == local_audits.SMALLEST_PORTION
 
 
 async def test_a_portion_that_wants_too_much_memory_is_measured_in_smaller_ones() -> None:
@@ -225,11 +214,11 @@ async def test_a_portion_that_wants_too_much_memory_is_measured_in_smaller_ones(
     async def attempt(items: Sequence[AuditItem]) -> list[Measured | Unreadable]:
         sizes.append(len(items))
         if len(items) > 8:
-            raise AuditFailed("out of memory")
+            raise local_audits.AuditFailed("out of memory")
         return [Unreadable(str(one.token_ids[0]), proof=False) for one in items]
 
     items = [replace(item(fake.FINE), token_ids=[number]) for number in range(64)]
-    found = await Portions(60.0).measure(items, [1] * len(items), attempt)
+    found = await local_audits.Portions(60.0).measure(items, [1] * len(items), attempt)
     assert [one.detail for one in found if isinstance(one, Unreadable)] == list(map(str, range(64)))
     assert sizes == [64, *[16, 4, 4, 4, 4] * 4]
 
@@ -241,13 +230,13 @@ async def test_many_deadly_items_do_not_hold_up_the_auditor_for_long() -> None:
         nonlocal attempts
         attempts += 1
         if fake.DIES in [one.token_ids[0] for one in items]:
-            raise AuditFailed("the process died")
+            raise local_audits.AuditFailed("the process died")
         return [Measured(0, 0, 1, 0, 0, 0, 0, 0, 0)] * len(items)
 
     items = [item(fake.FINE), *[item(fake.DIES)] * 50, item(fake.FINE)]
-    found = await Portions(60.0).measure(items, [1] * len(items), attempt)
+    found = await local_audits.Portions(60.0).measure(items, [1] * len(items), attempt)
     assert [isinstance(one, Measured) for one in found] == [True, *[False] * 51]
-    assert attempts < 3 * MOST_DEADLY
+    assert attempts < 3 * local_audits.MOST_DEADLY
 
 
 @pytest.mark.nightly

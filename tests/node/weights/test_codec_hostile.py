@@ -12,21 +12,7 @@ from numpy.typing import NDArray
 from support import weights_cases as cases
 
 from primerl.crypto.hashing import digest
-from primerl.node.weights.blocks import (
-    BLOCK,
-    DENSE,
-    MAX_STREAM,
-    RAW,
-    SKIP,
-    SPARSE,
-    ZEROS,
-    StreamReader,
-    StreamWriter,
-    decode_block,
-    inflate,
-    varint,
-    write_positions,
-)
+from primerl.node.weights import blocks
 from primerl.node.weights.codec import decode_full, encode_delta, encode_full
 from primerl.node.weights.state import CodecError, State
 from primerl.protocol.manifests import TensorInfo
@@ -94,17 +80,17 @@ def test_states_of_different_layout_have_no_delta() -> None:
 
 def test_full_state_cannot_refer_to_a_base() -> None:
     state = {"w": cases.bf16(1, 2)}
-    for method in (SKIP, SPARSE, DENSE):
+    for method in (blocks.SKIP, blocks.SPARSE, blocks.DENSE):
         hostile = full(state)[:21] + bytes([method]) + bytes(4)
         with pytest.raises(CodecError):
             decode_full(hostile, cases.infos(state))
 
 
-def refuse_sparse(writer: StreamWriter, why: str) -> None:
+def refuse_sparse(writer: blocks.StreamWriter, why: str) -> None:
     """The body in `writer` is refused for a block of 1000 elements."""
     base = np.zeros(1000, "<u2")
     with pytest.raises(CodecError, match=why):
-        decode_block(SPARSE, memoryview(writer.finish()), base, base.copy(), "BF16")
+        blocks.decode_block(blocks.SPARSE, memoryview(writer.finish()), base, base.copy(), "BF16")
 
 
 def flags(*ones: int, size: int = 0) -> NDArray[np.bool_]:
@@ -113,8 +99,8 @@ def flags(*ones: int, size: int = 0) -> NDArray[np.bool_]:
     return found
 
 
-def places(count: int, shift: int, low: list[int], ones: NDArray[np.bool_]) -> StreamWriter:
-    writer = StreamWriter()
+def places(count: int, shift: int, low: list[int], ones: NDArray[np.bool_]) -> blocks.StreamWriter:
+    writer = blocks.StreamWriter()
     writer.number(count)
     writer.number(shift)
     writer.bits(np.array(low, np.bool_))
@@ -148,12 +134,12 @@ def test_positions_outside_the_block_are_refused(
 
 
 def test_sparse_block_must_change_something() -> None:
-    writer = StreamWriter()
+    writer = blocks.StreamWriter()
     writer.number(0)
     refuse_sparse(writer, "without a change")
     nowhere = places(2, 0, [], flags(7, 8))  # 1 << 15 of magnitude wraps to no move at all
     nowhere.bits(np.zeros(2, np.bool_))
-    write_positions(nowhere, np.arange(2), 2)
+    blocks.write_positions(nowhere, np.arange(2), 2)
     more = np.ones(2 * 15, np.bool_)
     more[-2:] = False
     nowhere.number(more.size)
@@ -162,11 +148,11 @@ def test_sparse_block_must_change_something() -> None:
     refuse_sparse(nowhere, "does not move")
 
 
-def far_moves(count: int, levels: list[NDArray[np.bool_]], low: int) -> StreamWriter:
+def far_moves(count: int, levels: list[NDArray[np.bool_]], low: int) -> blocks.StreamWriter:
     """Of `count` moves all are above 2, with these levels of bits that say whether there are more."""
     writer = places(count, 0, [], flags(*range(count)))
     writer.bits(np.zeros(count, np.bool_))
-    write_positions(writer, np.arange(count), count)
+    blocks.write_positions(writer, np.arange(count), count)
     more = np.concatenate(levels)
     writer.number(more.size)
     writer.bits(more)
@@ -185,9 +171,9 @@ def test_magnitudes_must_end_within_their_width() -> None:
 def test_unknown_method_and_garbage_after_a_block_are_refused() -> None:
     base = np.zeros(4, "<u2")
     with pytest.raises(CodecError, match="method 9"):
-        decode_block(9, memoryview(b""), base, base.copy(), "BF16")
+        blocks.decode_block(9, memoryview(b""), base, base.copy(), "BF16")
     with pytest.raises(CodecError, match="after the end of a block"):
-        decode_block(RAW, memoryview(bytes([1, 1, 9])), base, base.copy(), "BF16")
+        blocks.decode_block(blocks.RAW, memoryview(bytes([1, 1, 9])), base, base.copy(), "BF16")
 
 
 # -- bombs -------------------------------------------------------------------------------------
@@ -218,7 +204,7 @@ def peak_of_refusal(payload: bytes, info: list[TensorInfo]) -> int:
 
 
 def raw_block(stream: bytes) -> bytes:
-    return bytes([RAW]) + varint(len(stream)) + stream
+    return bytes([blocks.RAW]) + blocks.varint(len(stream)) + stream
 
 
 def test_bombs_are_refused_before_they_unfold() -> None:
@@ -227,13 +213,13 @@ def test_bombs_are_refused_before_they_unfold() -> None:
     huge = bomb(1 << 28)
     for frame in (huge, bomb(1 << 28, announced=False), relabelled(huge, 100_000)):
         assert len(frame) < 100_000
-        block = raw_block(varint(len(frame)) + frame)
+        block = raw_block(blocks.varint(len(frame)) + frame)
         assert peak_of_refusal(head + block, list(cases.infos(state))) < 1_500_000
 
 
 def test_frames_that_lie_about_themselves_are_refused() -> None:
     honest = bomb(5000)
-    assert inflate(memoryview(honest), 5000) == bytes(5000)
+    assert blocks.inflate(memoryview(honest), 5000) == bytes(5000)
     long = bomb(2_000_000)
     wide = bytearray(long)
     wide[1] = (27 - 10) << 3  # the window descriptor: 128 MiB
@@ -250,25 +236,25 @@ def test_frames_that_lie_about_themselves_are_refused() -> None:
     ]
     for frame, size, why in lies:
         with pytest.raises(CodecError, match=why):
-            inflate(memoryview(frame), size)
+            blocks.inflate(memoryview(frame), size)
 
 
 def test_huge_announced_lengths_allocate_nothing() -> None:
     state = {"w": cases.tensor("U8", (1000,), bytes(1000))}
     head, info = full(state)[:21], list(cases.infos(state))
-    for length in (b"\xff" * 4, b"\xff" * 9, varint(1 << 34), varint(3065)):
-        assert peak_of_refusal(head + bytes([RAW]) + length + bytes(9), info) < 100_000
+    for length in (b"\xff" * 4, b"\xff" * 9, blocks.varint(1 << 34), blocks.varint(3065)):
+        assert peak_of_refusal(head + bytes([blocks.RAW]) + length + bytes(9), info) < 100_000
         assert peak_of_refusal(head + raw_block(length + bytes(9)), info) < 100_000
 
 
 def test_numbers_must_end_and_fit() -> None:
     for value in (0, 1, 127, 128, 300, 1 << 20):
-        assert StreamReader(varint(value)).number(1 << 20, "things") == value
-    for body in (varint(301), varint(1 << 60), b"\x80" * 9, b"\xff" * 9):
+        assert blocks.StreamReader(blocks.varint(value)).number(1 << 20, "things") == value
+    for body in (blocks.varint(301), blocks.varint(1 << 60), b"\x80" * 9, b"\xff" * 9):
         with pytest.raises(CodecError, match="at most 300"):
-            StreamReader(body).number(300, "things")
+            blocks.StreamReader(body).number(300, "things")
     with pytest.raises(CodecError, match="ends inside"):
-        StreamReader(b"\x80").number(300, "things")
+        blocks.StreamReader(b"\x80").number(300, "things")
 
 
 def test_a_manifest_of_a_terabyte_costs_nothing_without_the_bytes() -> None:
@@ -276,23 +262,27 @@ def test_a_manifest_of_a_terabyte_costs_nothing_without_the_bytes() -> None:
     layout = msgspec.msgpack.encode([("w", "U8", (1 << 40,))])
     header = b"PRLW\0" + digest(layout)[:16]
     assert header == full({"w": cases.bf16(1)})[:5] + header[5:]
-    assert peak_of_refusal(header + 50 * raw_block(bytes([ZEROS])), info) < 100_000
+    assert peak_of_refusal(header + 50 * raw_block(bytes([blocks.ZEROS])), info) < 100_000
 
 
 def test_stream_longer_than_its_plane_is_refused() -> None:
     with pytest.raises(CodecError, match="coded bytes of a stream of 10"):
-        StreamReader(varint(11) + bytes(11)).stream(10)
-    assert MAX_STREAM == BLOCK
+        blocks.StreamReader(blocks.varint(11) + bytes(11)).stream(10)
+    assert blocks.MAX_STREAM == blocks.BLOCK
 
 
-@given(st.binary(max_size=120), st.integers(1, 300), st.sampled_from([SPARSE, DENSE, RAW]))
+@given(
+    st.binary(max_size=120),
+    st.integers(1, 300),
+    st.sampled_from([blocks.SPARSE, blocks.DENSE, blocks.RAW]),
+)
 def test_any_body_decodes_to_its_block_or_is_refused(body: bytes, size: int, method: int) -> None:
     base = np.zeros(size, "<u2")
     out = np.full(size, 9, "<u2")
     try:
-        changed = decode_block(method, memoryview(body), base, out, "BF16")
+        changed = blocks.decode_block(method, memoryview(body), base, out, "BF16")
     except CodecError:
         return
-    if method == SPARSE:
+    if method == blocks.SPARSE:
         assert changed is not None
         assert set(np.flatnonzero(out)) <= set(changed)

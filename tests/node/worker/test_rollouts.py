@@ -24,13 +24,6 @@ from primerl.node.trainer.lease_book import LeaseBook
 from primerl.node.verification.checks import check_submission
 from primerl.node.weights.state import Changed, State
 from primerl.node.worker import rollouts
-from primerl.node.worker.rollouts import (
-    AdmissionControl,
-    RolloutGenerator,
-    branch_record,
-    crossed,
-    rollout_record,
-)
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, sample_seed
 from primerl.protocol.manifests import SamplingContract
@@ -83,8 +76,8 @@ class Engine:
 
 
 class Generation(NamedTuple):
-    generator: RolloutGenerator
-    admission: AdmissionControl
+    generator: rollouts.RolloutGenerator
+    admission: rollouts.AdmissionControl
 
 
 def generation(
@@ -96,8 +89,8 @@ def generation(
 ) -> Generation:
     counted: Counter[int] = Counter() if ended is None else ended
     cap = concurrency(max_batch=64, max_model_len=8)
-    admission = AdmissionControl(engine, cap)
-    generator = RolloutGenerator(
+    admission = rollouts.AdmissionControl(engine, cap)
+    generator = rollouts.RolloutGenerator(
         run_id=RUN_ID,
         run=run,
         node=NODE,
@@ -164,7 +157,7 @@ def test_a_branch_travels_with_its_supports() -> None:
     tokens, sampled = [1, 5, 7, 2, 5, 7], [False, True, True, False, True, True]
     branch = Branch.of_turns(tokens, sampled, [0.0] * 6, [turn, turn])
     assert support_fault(branch.support, [5, 7, 5, 7], 9, 0, 0.9) == ""
-    assert branch_record(branch).support == join_support([(support, 2)] * 2)
+    assert rollouts.branch_record(branch).support == join_support([(support, 2)] * 2)
     silent = replace(turn, support=b"")
     assert Branch.of_turns(tokens, sampled, [0.0] * 6, [turn, silent]).support == b""
 
@@ -307,7 +300,7 @@ async def test_a_lease_that_runs_out_of_time_leaves_nothing_behind() -> None:
 
 
 def test_a_failed_rollout_travels_with_its_reason() -> None:
-    record = rollout_record(Episode([], Score(0.0), "x" * 1000))
+    record = rollouts.rollout_record(Episode([], Score(0.0), "x" * 1000))
     assert (record.branches, record.reward, record.error) == ((), 0.0, "x" * 500)
 
 
@@ -328,7 +321,7 @@ def test_a_submission_names_one_plan_and_what_another_one_made_goes_without() ->
         [episode_of(one), episode_of(other), episode_of((b"", ()))],
         [episode_of(one, one), episode_of()],
     ]
-    plan, parts = crossed(groups)
+    plan, parts = rollouts.crossed(groups)
     assert plan == b"plan one"
     assert [(each.group, each.rollout, each.branch) for each in parts] == [
         (0, 0, 0),
@@ -336,9 +329,9 @@ def test_a_submission_names_one_plan_and_what_another_one_made_goes_without() ->
         (1, 0, 1),
     ]
     assert {each.boundaries for each in parts} == {(b"a" * 8,)}
-    assert crossed([[episode_of((b"", ()))]]) == (b"", ())
-    assert crossed([[episode_of((b"plan one", ()))]]) == (b"plan one", ())
-    assert crossed([[]]) == (b"", ())
+    assert rollouts.crossed([[episode_of((b"", ()))]]) == (b"", ())
+    assert rollouts.crossed([[episode_of((b"plan one", ()))]]) == (b"plan one", ())
+    assert rollouts.crossed([[]]) == (b"", ())
 
 
 def test_turns_of_one_plan_tell_what_crossed_and_turns_of_several_do_not() -> None:

@@ -31,28 +31,16 @@ from primerl.node.p2p.heads import HeadServer, HeadStore
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import receive
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer import pipeline_coordinator
 from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.lease_book import LeaseBook
-from primerl.node.trainer.pipeline_coordinator import (
-    ALIVE_S,
-    BENCH_S,
-    GONE_S,
-    HEAD_S,
-    MANY_RESTARTS,
-)
 from primerl.node.trainer.requests import ControlHandler
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.node.trainer.workers import WorkerRegistry
+from primerl.protocol import messages
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import PeerRecord
-from primerl.protocol.messages import (
-    Hello,
-    OfferStage,
-    StagePlanned,
-    StageWait,
-    SubmitOffer,
-)
 from primerl.protocol.pipelines import PipelinePlan
 from primerl.protocol.session import frame
 from primerl.protocol.trust import TrustedRun
@@ -66,7 +54,7 @@ def world(tmp_path: Path) -> Iterator[OfferNetwork]:
     found.ledger.close()
 
 
-def plan_in(reply: StageWait | StagePlanned) -> PipelinePlan:
+def plan_in(reply: messages.StageWait | messages.StagePlanned) -> PipelinePlan:
     """As opened(), by the clock on the wall."""
     return opened(reply, int(time.time()))
 
@@ -84,21 +72,21 @@ def trio(world: OfferNetwork) -> tuple[PipelinePlan, int, int, int]:
 def test_a_spare_takes_the_place_of_a_stage_0_that_falls_silent(world: OfferNetwork) -> None:
     plan, head, last, spare = trio(world)
     assert opened(world.offer(last, of=plan, lost=(head,))) == plan
-    world.later(HEAD_S - 1)
+    world.later(pipeline_coordinator.HEAD_S - 1)
     world.offer(spare)
     assert opened(world.offer(last, of=plan)) == plan
     world.later(1.0)
     after = opened(world.offer(last, of=plan))
     assert ranks(after) == [spare, last]
     assert (after.group, after.generation) == (plan.group, 1)
-    assert isinstance(world.offer(head), StageWait)
+    assert isinstance(world.offer(head), messages.StageWait)
 
 
 def test_silence_alone_takes_nothing_from_a_stage_0(world: OfferNetwork) -> None:
     plan, _, last, spare = trio(world)
     for _ in range(4):
-        world.later(HEAD_S)
-        assert isinstance(world.offer(spare), StageWait)
+        world.later(pipeline_coordinator.HEAD_S)
+        assert isinstance(world.offer(spare), messages.StageWait)
         assert opened(world.offer(last, of=plan)) == plan
     assert world.coordinator.orphans() == []
 
@@ -109,8 +97,8 @@ def test_a_false_complaint_about_a_working_stage_0_costs_its_sender(world: Offer
     world.later(1.0)
     after = opened(world.offer(head, of=plan))
     assert ranks(after) == [head, spare]
-    assert isinstance(world.offer(slanderer), StageWait)
-    world.later(BENCH_S)
+    assert isinstance(world.offer(slanderer), messages.StageWait)
+    world.later(pipeline_coordinator.BENCH_S)
     assert world.coordinator.orphans() == []
 
 
@@ -133,12 +121,12 @@ def test_a_stage_0_that_one_stage_after_the_other_cannot_reach_goes(world: Offer
     world.offer(first, of=plan, lost=(head,))
     world.later(1.0)
     after = opened(world.offer(head, of=plan))
-    world.later(ALIVE_S + BENCH_S)
+    world.later(pipeline_coordinator.ALIVE_S + pipeline_coordinator.BENCH_S)
     for number in (head, second, first):
         world.offer(number)
     world.offer(second, of=after, lost=(head,))
     world.later(1.0)
-    assert isinstance(world.offer(head, of=after), StageWait)
+    assert isinstance(world.offer(head, of=after), messages.StageWait)
     assert ranks(opened(world.offer(second))) == [first, second]
 
 
@@ -149,13 +137,13 @@ def test_both_neighbours_of_a_stage_0_are_believed(world: OfferNetwork) -> None:
     for number in (middle, last):
         world.offer(number, of=plan, lost=(head,), world_size=3)
     world.later(1.0)
-    assert isinstance(world.offer(head, of=plan, world_size=3), StageWait)
+    assert isinstance(world.offer(head, of=plan, world_size=3), messages.StageWait)
     assert ranks(opened(world.offer(last, world_size=3))) == [spare, middle, last]
 
 
 def test_a_stage_0_does_not_keep_its_stage_by_starting_again_and_again(world: OfferNetwork) -> None:
     plan, head, last, spare = trio(world)
-    for _ in range(MANY_RESTARTS):
+    for _ in range(pipeline_coordinator.MANY_RESTARTS):
         assert opened(world.offer(head)) == plan
         world.later(1.0)
         world.offer(spare)
@@ -164,7 +152,7 @@ def test_a_stage_0_does_not_keep_its_stage_by_starting_again_and_again(world: Of
     after = opened(world.offer(last, of=plan))
     assert ranks(after) == [spare, last]
     world.coordinator.left(node(last))
-    assert isinstance(world.offer(head), StageWait)
+    assert isinstance(world.offer(head), messages.StageWait)
     assert opened(world.offer(spare)) == after
 
 
@@ -184,8 +172,8 @@ def test_a_node_that_a_stage_0_left_without_a_spare_waits_for_another(world: Off
     plan = world.gather(1, 2)
     head, other = ranks(plan)
     world.offer(other, of=plan, lost=(head,))
-    world.later(HEAD_S)
-    assert isinstance(world.offer(other, of=plan), StageWait)
+    world.later(pipeline_coordinator.HEAD_S)
+    assert isinstance(world.offer(other, of=plan), messages.StageWait)
 
 
 def test_a_stage_0_that_is_right_about_others_stays_as_long_as_it_brings_work(
@@ -202,7 +190,7 @@ def test_a_stage_0_that_is_right_about_others_stays_as_long_as_it_brings_work(
             world.coordinator.worked(node(head))
     world.offer(6, world_size=3)
     # nothing came of the second: it is perhaps its own fault
-    assert isinstance(world.offer(head, of=plan, lost=(last,), world_size=3), StageWait)
+    assert isinstance(world.offer(head, of=plan, lost=(last,), world_size=3), messages.StageWait)
 
 
 def test_work_of_a_node_that_leads_no_pipeline_excuses_no_node(world: OfferNetwork) -> None:
@@ -211,9 +199,9 @@ def test_work_of_a_node_that_leads_no_pipeline_excuses_no_node(world: OfferNetwo
     world.later(1.0)
     world.offer(head, of=plan)
     world.coordinator.worked(node(slanderer))
-    assert isinstance(world.offer(slanderer), StageWait)
+    assert isinstance(world.offer(slanderer), messages.StageWait)
     world.coordinator.left(node(head))
-    assert isinstance(world.offer(slanderer), StageWait)
+    assert isinstance(world.offer(slanderer), messages.StageWait)
 
 
 # -- its leases ------------------------------------------------------------------------------------
@@ -224,7 +212,7 @@ def test_a_node_that_led_a_pipeline_and_works_alone_since_is_no_orphan(world: Of
     world.coordinator.orphans()
     world.coordinator.left(node(head))
     world.coordinator.began(node(head))
-    world.later(ALIVE_S + 1)
+    world.later(pipeline_coordinator.ALIVE_S + 1)
     world.offer(last)
     assert world.coordinator.orphans() == []
 
@@ -297,15 +285,15 @@ class Front:
 
     async def offer(
         self, number: int, of: PipelinePlan | None = None, lost: tuple[int, ...] = ()
-    ) -> StageWait | StagePlanned:
+    ) -> messages.StageWait | messages.StagePlanned:
         ways = {node(other): 10.0 for other in (1, 2, 3) if other != number}
-        message = OfferStage(offer(PART, round_trips=ways))
+        message = messages.OfferStage(offer(PART, round_trips=ways))
         if of is not None:
             gone = tuple(map(node, lost))
-            message = OfferStage(message.offer, of.group, of.generation, gone)
+            message = messages.OfferStage(message.offer, of.group, of.generation, gone)
         stream = Memory(frame(message))
         await self.requests.handle(node(number), stream)
-        kinds: Any = StageWait | StagePlanned
+        kinds: Any = messages.StageWait | messages.StagePlanned
         return await receive(Memory(stream.answer), kinds)
 
     async def gather(self) -> tuple[PipelinePlan, int, int, int]:
@@ -315,7 +303,7 @@ class Front:
         self.now += 4.0
         await self.offer(1)
         replies = [await self.offer(number) for number in (1, 2, 3)]
-        plan = next(plan_in(reply) for reply in replies if isinstance(reply, StagePlanned))
+        plan = next(plan_in(reply) for reply in replies if isinstance(reply, messages.StagePlanned))
         head, last = ranks(plan)
         return plan, head, last, ({1, 2, 3} - {head, last}).pop()
 
@@ -348,16 +336,16 @@ async def test_leases_of_a_stage_0_that_is_gone_go_to_others_long_before_they_ru
     tasks = [task.index for task in front.book.held[lease].lease.tasks]
     assert front.scheduler.take_back(time.time()) == []
     await front.offer(last, plan, (head,))
-    front.now += HEAD_S
+    front.now += pipeline_coordinator.HEAD_S
     await front.offer(spare)
     after = plan_in(await front.offer(last, plan))
     assert ranks(after) == [spare, last]
     assert front.scheduler.take_back(time.time()) == []
-    front.now += ALIVE_S - HEAD_S + 1
+    front.now += pipeline_coordinator.ALIVE_S - pipeline_coordinator.HEAD_S + 1
     (lost,) = front.scheduler.take_back(time.time())
     assert (lost.lease.lease_id, lost.node) == (lease, node(head))
     assert [task.index for task in front.book.held[front.lease(spare)].lease.tasks] == tasks
-    late = Memory(frame(SubmitOffer(digest(b"late"), 10, lease)))
+    late = Memory(frame(messages.SubmitOffer(digest(b"late"), 10, lease)))
     with refuses(Reason.LEASE_EXPIRED):
         await front.requests.handle(node(head), late)
 
@@ -371,7 +359,7 @@ async def test_a_false_word_robs_a_stage_0_of_no_lease(front: Front) -> None:
     plan = plan_in(await front.offer(head, plan))
     assert ranks(plan) == [head, spare]
     for _ in range(10):
-        front.now += ALIVE_S / 4
+        front.now += pipeline_coordinator.ALIVE_S / 4
         await front.offer(head, plan)
         await front.offer(spare, plan)
         assert front.scheduler.take_back(time.time()) == []
@@ -379,7 +367,7 @@ async def test_a_false_word_robs_a_stage_0_of_no_lease(front: Front) -> None:
     await front.offer(slanderer)
     await front.offer(spare, plan, (head,))
     front.now += 1.0
-    assert isinstance(await front.offer(head, plan), StageWait)
+    assert isinstance(await front.offer(head, plan), messages.StageWait)
     assert lease not in front.book.held
 
 
@@ -391,7 +379,7 @@ async def test_a_stage_0_that_says_hello_again_has_no_leases_and_keeps_its_stage
     await front.offer(last, plan, (head,))
     front.now += 1.0
     sealed = record(key(head), now=int(time.time()))
-    stream = Memory(frame(Hello(WIRE_VERSION, "inference", "1", b"", sealed)))
+    stream = Memory(frame(messages.Hello(WIRE_VERSION, "inference", "1", b"", sealed)))
     await front.requests.handle(node(head), stream)
     assert lease not in front.book.held
     assert plan_in(await front.offer(head)) == plan
@@ -406,7 +394,7 @@ async def test_a_later_stage_takes_nothing_from_workers_beside_the_pipeline(fron
     beside = front.lease(4)
     await front.offer(last, plan, (4, head, spare))
     assert front.scheduler.take_back(time.time()) == []
-    front.now += GONE_S + 1
+    front.now += pipeline_coordinator.GONE_S + 1
     taken = [held.node for held in front.scheduler.take_back(time.time())]
     assert taken == [node(head)]
     assert beside in front.book.held
