@@ -213,7 +213,7 @@ class Receiving:
             book=LeaseBook(policy),
             work_changed=self._work_changed,
         )
-        queue = SimpleNamespace(full=False, put=self.taken.append)
+        queue = SimpleNamespace(full=False, put=self.taken.append, progress=None)
         self._receiver = SubmissionReceiver(cast(Any, scheduler), cast(Any, queue), boot)
 
     async def _work_changed(self) -> None:
