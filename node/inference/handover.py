@@ -26,7 +26,7 @@ from ..weights.adapters import LowRank, check_adapters
 from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
 from ..weights.payload import ordered
 from ..weights.state import BITS, Changed, State, Tensor, memory_threads, numel, state_bytes
-from ..weights.state_history import TensorLayout, layout, take
+from ..weights.state_history import StepChanges, TensorLayout, layout, take
 from .engine import Replica, WeightsFault, Written
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,8 @@ def make_delta(state: State, changed: Changed, whole: Collection[str]) -> Delta:
 
     `whole` names tensors that can only be written whole.
     """
+    if isinstance(changed, StepChanges) and not any(name in whole for name in changed):
+        return _delta_of_step(changed)
     tensors: dict[str, Tensor] = {}
     sparse: dict[str, dict[str, NDArray[np.int64]]] = {}
     layouts = layout(state)
@@ -108,6 +110,15 @@ def make_delta(state: State, changed: Changed, whole: Collection[str]) -> Delta:
         tensors |= _gathered(state, dtype, group, narrow=narrow)
         spans[dtype] = json.dumps([[name, len(positions)] for name, positions in group.items()])
     return Delta(tensors, spans)
+
+
+def _delta_of_step(step: StepChanges) -> Delta:
+    """Hand over the differences of neighbours as a history has them: nothing is gathered."""
+    dtype, counts, positions, _, _ = step.edits
+    where = Tensor("I32" if positions.itemsize == 4 else "I64", positions.shape, positions)
+    values = Tensor(dtype, step.new_bits.shape, step.new_bits)
+    tensors = {POSITIONS + dtype: where, VALUES + dtype: values}
+    return Delta(tensors, {dtype: json.dumps(list(counts.items()))})
 
 
 def read_spans(text: str) -> list[tuple[str, int]]:

@@ -104,6 +104,8 @@ PART_TOKENS = 2**14
 """Tokens of the texts in one request to the engine."""
 PORTION_TOKENS = 2**20
 """Most tokens of a portion: between two of them the engine has nothing to read."""
+MOST_STEPS = 4
+"""Most versions that are gone through one by one, by their differences; one further off is written whole."""
 LEAST_SHARE = 0.01
 """Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
 
@@ -245,6 +247,8 @@ class AuditingEngine:
             return [(version, state)]
         assert self._held is not None
         later = between(old, state)[1:] or [state]
+        if len(later) > MOST_STEPS:
+            return [(version, state)]
         step = 1 if version > self._held.version else -1
         first = version - step * (len(later) - 1)
         return [(first + step * place, next_state) for place, next_state in enumerate(later)]
@@ -281,6 +285,8 @@ class AuditingEngine:
         if old is None or layout(old) != layout(state):
             return target, None
         known = known_changes(old, state)
+        if known is None and len(between(old, state)) > 2:
+            return target, None  # far apart: written whole
         if known is None:
             known = changes(old, state, threads=memory_threads())
         return target, known

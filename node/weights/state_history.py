@@ -33,9 +33,47 @@ class Edit(NamedTuple):
         return self.positions.size == positions.size and np.array_equal(self.positions, positions)
 
 
-Patch = Mapping[str, "Tensor | Edit"]
-"""What makes a state from the next newer one: name -> whole tensor, or its difference. Other tensors are equal.
-"""
+class JoinedEdits(NamedTuple):
+    """All differences of a patch, one tensor after the other; each tensor's Edit is a view of them."""
+
+    dtype: str
+    """That of every tensor."""
+    counts: dict[str, int]
+    """Name -> number of positions, in order."""
+    positions: Bits
+    older: Bits
+    newer: Bits
+
+
+class Patch(dict[str, "Tensor | Edit"]):
+    """What makes a state from the next newer one: name -> whole tensor, or its difference.
+
+    Other tensors are equal.
+    """
+
+    joined: JoinedEdits | None = None
+    """None where a tensor is whole, or dtypes differ."""
+
+
+class StepChanges(Mapping[str, NDArray[np.int64]]):
+    """Where two neighbouring versions differ, as Changed, with the values of the one that is changed to."""
+
+    def __init__(self, patch: Patch, edits: JoinedEdits, *, to_newer: bool) -> None:
+        self._patch = patch
+        self.edits = edits
+        self.new_bits = edits.newer if to_newer else edits.older
+        """In the order of edits.positions."""
+
+    def __getitem__(self, name: str) -> NDArray[np.int64]:
+        edit = self._patch[name]
+        assert isinstance(edit, Edit)
+        return edit.positions.astype(np.int64)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._patch)
+
+    def __len__(self) -> int:
+        return len(self._patch)
 
 
 class HeldState(Mapping[str, Tensor]):
@@ -50,6 +88,8 @@ class HeldState(Mapping[str, Tensor]):
         self._stored: State | tuple[HeldState, Patch] = whole
         """All tensors, or a newer version and the differences: replaced in one step."""
         self._changed = changed
+        self.patch: Patch | None = None
+        """Differences from the version that follows; None while there is none."""
         self.newer: HeldState | None = None
         """The version that follows."""
         self._older: Callable[[], HeldState | None] = lambda: None
@@ -62,17 +102,18 @@ class HeldState(Mapping[str, Tensor]):
         return not isinstance(self._stored, tuple)
 
     def precede(self, newer: "HeldState") -> None:
-        """Set the version that follows."""
+        """Set the version that follows; this one is whole."""
+        assert not isinstance(self._stored, tuple)
+        self.patch = _patch(self._stored, newer, newer._changed)
+        newer._changed = None  # the patch has it
         self.newer = newer
         newer._older = weakref.ref(self)
 
     def shrink(self) -> None:
-        """From now on hold only the differences from the next version, which is whole."""
-        newer, whole = self.newer, self._stored
-        assert newer is not None
-        assert not isinstance(whole, tuple)
-        self._stored = newer, _patch(whole, newer, newer._changed)
-        newer._changed = None  # the patch has it
+        """From now on hold only the differences from the next version."""
+        assert self.newer is not None
+        assert self.patch is not None
+        self._stored = self.newer, self.patch
 
     def __getitem__(self, name: str) -> Tensor:
         tensor, patches = self._layers(name)
@@ -121,8 +162,7 @@ class HeldState(Mapping[str, Tensor]):
         return before.newer if before is not None and before.matches(positions) else None
 
     def _edit(self, name: str) -> Edit | None:
-        stored = self._stored
-        entry = stored[1].get(name) if isinstance(stored, tuple) else None
+        entry = None if self.patch is None else self.patch.get(name)
         return entry if isinstance(entry, Edit) else None
 
     def up_to(self, newer: "HeldState") -> "list[HeldState]":
@@ -135,13 +175,6 @@ class HeldState(Mapping[str, Tensor]):
             at = at.newer
             versions.append(at)
         return versions
-
-    def changes_to_next(self) -> Changed | None:
-        """Say where the version that follows may differ from this one; None: anywhere."""
-        assert self.newer is not None
-        changed = self.newer._changed  # read before the other: shrink() may run meanwhile
-        stored = self._stored
-        return _places(stored[1]) if isinstance(stored, tuple) else changed
 
     def _line(self) -> tuple[State, list[Patch]]:
         """Return the whole version that this one is made of, and the patches to apply in order."""
@@ -253,8 +286,10 @@ def known_changes(old: State, new: State) -> Changed | None:
     if old is new:
         return {}
     for first, second in ((old, new), (new, old)):
-        if first.newer is second:
-            return first.changes_to_next()
+        if first.newer is second and (patch := first.patch) is not None:
+            if patch.joined is None:
+                return _places(patch)
+            return StepChanges(patch, patch.joined, to_newer=new is second)
     return None
 
 
@@ -268,7 +303,7 @@ def _places(patch: Patch) -> Changed:
 
 def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
     """Make the difference from `newer` to `older`."""
-    patch: dict[str, Tensor | Edit] = {}
+    patch = Patch()
     for name, tensor in older.items():
         if changed is not None and name not in changed:
             continue
@@ -278,11 +313,29 @@ def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
             if known is None
             else known
         )
-        width = np.uint32 if tensor.data.size < 2**32 else np.uint64
+        width = np.uint32 if tensor.data.size <= 2**31 else np.uint64
         size = 2 * tensor.data.itemsize + np.dtype(width).itemsize
         if positions.size * size >= tensor.data.nbytes:
             patch[name] = tensor
         elif positions.size:
             newest = newer[name].data
             patch[name] = Edit(positions.astype(width), tensor.data[positions], newest[positions])
-    return patch
+    return _joined(patch, older)
+
+
+def _joined(patch: Patch, state: State) -> Patch:
+    """Join the differences, if every tensor has one and their dtypes are equal."""
+    edits = {name: entry for name, entry in patch.items() if isinstance(entry, Edit)}
+    dtypes = {state[name].dtype for name in edits}
+    if not edits or len(edits) < len(patch) or len(dtypes) > 1:
+        return patch
+    positions, older, newer = (
+        np.concatenate(arrays) for arrays in zip(*edits.values(), strict=True)
+    )
+    joined, at = Patch(), 0
+    for name, edit in edits.items():
+        part = slice(at, at := at + edit.positions.size)
+        joined[name] = Edit(positions[part], older[part], newer[part])
+    counts = {name: edit.positions.size for name, edit in edits.items()}
+    joined.joined = JoinedEdits(dtypes.pop(), counts, positions, older, newer)
+    return joined

@@ -12,6 +12,7 @@ from primerl.node.inference.parameter_placement import ParameterPlacement, trace
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.weights.state import State
 from primerl.node.weights.state import Tensor as StateTensor
+from primerl.node.weights.state_history import StateHistory, known_changes
 
 VOCAB, HIDDEN, HEADS, INNER = 10, 8, 12, 6
 RANKS = 2
@@ -228,6 +229,31 @@ def test_much_that_changed_and_what_has_no_place_goes_whole() -> None:
     assert handover.make_delta(state, {"a": None}, ()).tensors == {handover.WHOLE + "a": state["a"]}
     nothing = handover.make_delta(state, {"a": few[:0]}, ())
     assert (nothing.tensors, nothing.metadata) == ({}, {})
+
+
+def test_neighbours_of_a_history_are_handed_over_as_if_gathered() -> None:
+    history = StateHistory(4, whole=2)
+    first = random_state(0)
+    few = {name: np.arange(0, tensor.data.size, 90) for name, tensor in first.items()}
+    for version in range(4):
+        state = {
+            name: StateTensor(tensor.dtype, tensor.shape, tensor.data.copy())
+            for name, tensor in first.items()
+        }
+        for name, positions in few.items() if version % 2 else ():
+            state[name].data[positions] ^= 1
+        history.add(version, state, few if version else None)
+    for old, new in ((0, 1), (1, 0), (2, 3), (3, 2)):
+        known = known_changes(history[old], history[new])
+        assert known is not None
+        gathered = handover.make_delta(history[new], dict(known), ())
+        delta = handover.make_delta(history[new], known, ())
+        assert delta.metadata == gathered.metadata
+        assert {
+            name: (tensor.dtype, tensor.data.tolist()) for name, tensor in delta.tensors.items()
+        } == {
+            name: (tensor.dtype, tensor.data.tolist()) for name, tensor in gathered.tensors.items()
+        }
 
 
 def test_positions_that_may_not_be_written_to_are_read(recwarn: pytest.WarningsRecorder) -> None:

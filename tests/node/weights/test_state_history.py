@@ -117,7 +117,7 @@ def test_a_step_makes_no_tensor_of_an_old_version() -> None:
         assert not after.made
 
 
-def test_where_a_version_differs_from_one_that_was_replaced_is_not_known() -> None:
+def test_where_a_version_differs_from_one_that_was_replaced_is_found_by_comparison() -> None:
     history, state = StateHistory(8), first_state()
     history.add(0, state, None)
     first, changed = next_state(state, 1)
@@ -126,7 +126,12 @@ def test_where_a_version_differs_from_one_that_was_replaced_is_not_known() -> No
     other, changed = next_state(state, 2)
     history.add(1, other, changed)
     assert known_changes(replaced, history[1]) is None
-    assert known_changes(history[0], history[1]) is None  # `changed` may be of what was replaced
+    known = known_changes(history[0], history[1])  # `changed` may be of what was replaced
+    assert known is not None
+    assert known.keys() == {"a"}
+    positions = known["a"]
+    assert positions is not None
+    assert positions.tolist() == np.flatnonzero(state["a"].data != other["a"].data).tolist()
 
 
 @given(st.integers(0, 6), st.lists(st.integers(0, 999), max_size=50), st.floats(0.01, 0.9))
