@@ -77,7 +77,7 @@ async def answers(make: Any, *requests: EngineRequest) -> list[Any]:
             written.put_nowait(msgspec.msgpack.decode(data[HEAD_BYTES:end]))
             data = data[end:]
 
-    host = EngineHost(Outbox(write), make)
+    host = EngineHost(Outbox(write), make, lambda: None)
     found: list[Any] = []
     try:
         for number, one in enumerate(requests, 1):
