@@ -182,6 +182,7 @@ class World:
         reputations: dict[bytes, bytes],
         honest: Sequence[HonestRollout],
         bounds: dict[bytes, bytes],
+        clean: bool = False,
     ) -> None:
         assert not honest
         assert not bounds
