@@ -363,11 +363,12 @@ class TrainerRole:
     async def _save_at_stop(self) -> None:
         """Write a checkpoint of the newest step, unless there is one: what is stopped resumes exactly."""
         step, learning = self.progress.step, self._learning
-        if any(
-            task is not None and task.done() and (task.cancelled() or task.exception())
-            for task in (learning, self._publishing)
-        ):
-            return  # the learner is gone, or may be at another step
+        if learning is not None and (learning.cancelled() or learning.exception()):
+            return  # the learner may be at another step
+        publishing = self._publishing
+        if publishing is not None and publishing.done() and not publishing.cancelled():
+            if publishing.exception() is not None:
+                return  # the learner may be gone
         try:
             await self.settle()
             if (await asyncio.to_thread(self.checkpoints.latest) or 0) < step:

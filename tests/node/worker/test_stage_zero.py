@@ -36,6 +36,7 @@ from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.lease_book import LeaseBook
 from primerl.node.trainer.requests import ControlHandler
 from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
+from primerl.node.trainer.state import Progress
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.node.trainer.workers import WorkerRegistry
 from primerl.protocol import messages
@@ -255,7 +256,7 @@ class Front:
         for number in (1, 2, 3):
             body = PeerRecord(node(number), "inference", "1", ("10.0.0.1:1",), (), True)
             peers.learn(body, record(key(number)))
-        unused = cast(Any, None)
+        unused = cast(Any, SimpleNamespace(progress=Progress()))
         heads = HeadServer(HeadStore(TrustedRun(RUN, TRAINER.node_id), self.ledger))
         registry = WorkerRegistry(
             bare_services(
