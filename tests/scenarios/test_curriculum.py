@@ -31,7 +31,10 @@ async def test_a_killed_trainer_goes_on_with_the_rewards_of_its_tasks(
     tmp_path: Path, model_dir: Path
 ) -> None:
     fakes = Fakes(last_step=3)
-    settings: dict[str, Any] = {"training": CURRICULUM, "checkpoint": {"interval": 1, "keep_last": 9}}
+    settings: dict[str, Any] = {
+        "training": CURRICULUM,
+        "checkpoint": {"interval": 1, "keep_last": 9},
+    }
     async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=6, **settings) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
