@@ -89,6 +89,42 @@ FAULTS = (
         "if False:",
         ("test_a_head_of_its_own_under_a_config_that_ties_it_is_refused",),
     ),
+    # -- resume points
+    Fault(
+        "a version is announced before a resume can go on from it",
+        "node/trainer/loop.py",
+        "await self.publisher.publish(step, policy, before_announcing=durable)",
+        "await self.publisher.publish(step, policy)",
+        ("test_a_version_is_announced_only_after_its_resume_point_is_written",),
+    ),
+    Fault(
+        "a published policy is taken over but for the sign of zero",
+        "node/training/gather.py",
+        "same = _bits(part.to(new.dtype)) == _bits(new)",
+        "same = part.to(new.dtype) == new",
+        ("test_a_published_policy_is_taken_over_where_bf16_shows_a_difference",),
+    ),
+    Fault(
+        "a published policy that is taken over rounds all weights",
+        "node/training/gather.py",
+        "part.copy_(torch.where(same, part, new.to(part.dtype)))",
+        "part.copy_(new.to(part.dtype))",
+        ("test_a_published_policy_is_taken_over_where_bf16_shows_a_difference",),
+    ),
+    Fault(
+        "a trainer that is stopped writes no checkpoint",
+        "node/trainer/loop.py",
+        "await self._save_at_stop()",
+        "pass",
+        ("test_a_trainer_that_is_stopped_writes_a_checkpoint_of_its_newest_step",),
+    ),
+    Fault(
+        "an older version is handed over with the bits of the newer one",
+        "node/weights/state_history.py",
+        "self.new_bits = edits.newer if to_newer else edits.older",
+        "self.new_bits = edits.newer",
+        ("test_neighbours_of_a_history_are_handed_over_as_if_gathered",),
+    ),
     # -- leases, audits, deltas
     Fault(
         "buffer refuses groups that were leased",

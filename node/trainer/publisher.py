@@ -140,19 +140,17 @@ class Publisher:
             await self.publish(version, snapshot)
 
     async def announced(self, version: int) -> State | None:
-        """Return the state of a version if it is the newest announced one, and the store still has it."""
-        newest = self._book.latest()
-        if newest is None or newest.head.version != version:
-            return None
+        """Return the state of a version that was announced; None if it was not, or its chunks are gone."""
         self._read_chain()
+        if self._chain.get(version) is None:
+            return None
         replica = WeightReplica(threads=_threads())
         try:
             await asyncio.to_thread(self._advance, replica, version)
         except (WeightsError, StorageError) as error:
             logger.warning("version %d cannot be rebuilt: %s", version, error)
             return None
-        policy = replica.policy
-        return policy.state if policy.digest == newest.head.state else None
+        return replica.policy.state
 
     def _read_chain(self) -> None:
         for head in self._book.held():

@@ -21,7 +21,7 @@ from ..storage.partial import sync, whole_file
 logger = logging.getLogger(__name__)
 
 KEPT = 2
-"""The newest point may be of a step whose version was not announced: then the one before counts."""
+"""The newest may be of a step whose version was not announced, or damaged: then the one before counts."""
 _NAME = re.compile(r"step_(\d+)\.resume")
 
 

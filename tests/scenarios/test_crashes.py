@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+import threading
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from support.hostile import Rogue
 from support.swarm import Swarm
 from support.waiting import until
@@ -188,6 +190,30 @@ async def test_a_resume_point_whose_version_was_not_announced_counts_as_not_writ
         fakes.go.set()
         await swarm.finished()
         assert sorted(swarm.heads()) == [(0, version) for version in range(7)]
+
+
+async def test_a_version_is_announced_only_after_its_resume_point_is_written(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, write = threading.Event(), ResumePoints._write  # pyright: ignore[reportPrivateUsage]
+    begun: list[int] = []
+
+    def slow(self: ResumePoints, step: int, parts: dict[str, bytes]) -> None:
+        begun.append(step)
+        disk.wait(30.0)
+        write(self, step, parts)
+
+    monkeypatch.setattr(ResumePoints, "_write", slow)
+    async with Swarm(tmp_path, model_dir, max_steps=2) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await until(lambda: begun == [1])
+        for _ in range(20):  # the version would be encoded and announced by now
+            await asyncio.sleep(0.01)
+        assert (await swarm.trainer.status())["version"] == 0
+        disk.set()
+        await swarm.finished()
+        assert sorted(swarm.heads()) == [(0, 0), (0, 1), (0, 2)]
 
 
 async def test_a_trainer_that_is_stopped_writes_a_checkpoint_of_its_newest_step(
