@@ -36,7 +36,7 @@ from ..ops.logs import configure
 from ..ops.monitors import check_monitors
 from ..process.spawn import PARENT_VARIABLE
 from ..process.threads import share_python
-from ..storage.run_files import held
+from ..storage.run_files import claim, held
 
 if TYPE_CHECKING:
     from .judge import JudgeAddress
@@ -135,6 +135,7 @@ async def judge(config: JudgeRunConfig, *, announce: "Callable[[JudgeAddress], N
     from .judge import JudgeNode
 
     data_dir = config.data_dir or config.run_dir
+    claim(config.run_dir)  # before there are logs in it
     configure(config.log, config.run_dir / "logs" / "judge.jsonl")
     share_python()
     await JudgeNode(config, load_key(data_dir), data_dir, announce).run()
