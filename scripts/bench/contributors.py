@@ -100,7 +100,7 @@ async def cheap(swarm: AuditedSwarm, stack: AsyncExitStack) -> None:
         rogue = Contributor(swarm, f"cheap {number}", environments=(0,))
         await stack.enter_async_context(rogue)
         await rogue.hello()
-        stack.push_async_callback(end, asyncio.create_task(rogue.work_on()))
+        stack.push_async_callback(end, asyncio.create_task(rogue.work_at_pace_of("honest 0")))
 
 
 async def copy(swarm: AuditedSwarm, stack: AsyncExitStack) -> None:

@@ -429,11 +429,11 @@ class TimedLedger(Ledger):
     judged: ClassVar[dict[int, float]] = {}
 
     def receive(
-        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, receipt: bytes
+        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, received: int
     ) -> int:
         """See Ledger."""
         now = time.monotonic()
-        arrival = super().receive(digest, lease_id, node, sealed, receipt)
+        arrival = super().receive(digest, lease_id, node, sealed, received)
         self.arrived[arrival] = now
         return arrival
 
@@ -445,9 +445,11 @@ class TimedLedger(Ledger):
         reputations: Mapping[bytes, bytes] | None = None,
         honest: Sequence[HonestRollout] = (),
         bounds: Mapping[bytes, bytes] | None = None,
+        *,
+        clean: bool = False,
     ) -> bool:
         """See Ledger."""
-        new = super().add_verdict(node, sealed, arrival, reputations, honest, bounds)
+        new = super().add_verdict(node, sealed, arrival, reputations, honest, bounds, clean=clean)
         if arrival is not None:
             self.judged[arrival] = time.monotonic()
         return new

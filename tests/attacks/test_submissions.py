@@ -265,11 +265,11 @@ class HeldLedger(Ledger):
         super().__init__(path, fsync=False)
 
     def receive(
-        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, receipt: bytes
+        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, received: int
     ) -> int:
         self.begun.set()
         assert self.goes_on.wait(60.0)
-        return super().receive(digest, lease_id, node, sealed, receipt)
+        return super().receive(digest, lease_id, node, sealed, received)
 
 
 async def test_the_loop_goes_on_while_a_submission_is_written_and_what_is_durable_is_queued_in_order(

@@ -333,7 +333,7 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
         kept = own.read_bytes()
         foreign = Ledger(tmp_path / "foreign.db", fsync=False)
         for number in range(99):
-            foreign.receive(bytes([number]) * 32, number, bytes(32), b"", b"")
+            foreign.receive(bytes([number]) * 32, number, bytes(32), b"", 0)
         foreign.close()
         others = {"empty": b"", "older": older.read_bytes()}
         others["of another run"] = (tmp_path / "foreign.db").read_bytes()
