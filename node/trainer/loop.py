@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -55,6 +55,14 @@ STOP_S = 10.0
 MIN_STEPS_TO_OVERLAP = 4
 """Smallest max_off_policy_steps at which a version is published while the next is trained: leases made during
 that time are one version older (LeadTime.depth)."""
+
+
+class SavedState(NamedTuple):
+    """What a resume needs beside learner and ledger."""
+
+    parts: dict[str, bytes]
+    verified_up_to: int
+    """Arrival number up to which the parts contain all submissions."""
 
 
 class TrainerRole:
@@ -340,19 +348,19 @@ class TrainerRole:
 
     async def checkpoint(self, step: int) -> None:
         """Write a checkpoint for `train --resume` after `step`."""
-        await self.begin_checkpoint(step, self._parts())
+        await self.begin_checkpoint(step, self._saved_state())
         await self.settle()
 
     async def _save(self, step: int) -> None:
         """Begin the checkpoint of `step`, if it is due; with longer intervals its resume point in any case."""
         interval = self._config.checkpoint.interval
         with self._clock.phase("checkpoint"):
-            parts = self._parts()
+            saved = self._saved_state()
             if interval > 1:
                 await self._settle_resume_point()
-                self.resume_points.begin(step, parts)
+                self.resume_points.begin(step, saved.parts)
             if step % interval == 0 or step == self._config.max_steps:
-                await self.begin_checkpoint(step, parts)
+                await self.begin_checkpoint(step, saved)
 
     async def _settle_resume_point(self) -> None:
         """Wait until the resume point that was begun is durable. Raises StorageError."""
@@ -385,18 +393,18 @@ class TrainerRole:
         if len(self._covered) == self._covered.maxlen:
             self._ledger.forget_covered(self._covered[0])
 
-    async def begin_checkpoint(self, step: int, parts: dict[str, bytes]) -> None:
+    async def begin_checkpoint(self, step: int, saved: SavedState) -> None:
         """Begin a checkpoint; return as soon as weights and buffer may change.
 
         settle() waits for the rest.
         """
         await self.settle()
         began = time.monotonic()
-        await self.checkpoints.begin(step, parts, self._backend)
+        await self.checkpoints.begin(step, saved.parts, self._backend)
         self._metrics.saving_s += time.monotonic() - began
-        self._covered.append(self.progress.verified_up_to)
+        self._covered.append(saved.verified_up_to)
 
-    def _parts(self) -> dict[str, bytes]:
+    def _saved_state(self) -> SavedState:
         """Return what a resume needs beside learner and ledger."""
         book = self.scheduler.book
         progress = self.progress
@@ -428,10 +436,11 @@ class TrainerRole:
             sft=self._demonstrations.cursor,
             sft_identity=self._demonstrations.identity,
         )
-        return {
+        parts = {
             "cursor": msgspec.json.encode(state),
             "buffer": msgspec.msgpack.encode(self._buffer.snapshot()),
         }
+        return SavedState(parts, state.verified_up_to)
 
     async def restore(self, step: int, parts: dict[str, bytes]) -> None:
         """Restore buffer, tasks and counts from the checkpoint of `step`."""

@@ -605,3 +605,21 @@ async def test_weights_that_are_not_finite_are_not_published(tmp_path: Path) -> 
         made.close()
     assert "step 2 made weights that are not finite" in str(ended_by.value.exceptions[0])
     assert made.publisher.begun == [1]
+
+
+async def test_what_is_verified_while_a_checkpoint_begins_is_not_counted_as_contained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = World(tmp_path, 0.5, 600.0, 8)
+    forgotten: list[int] = []
+    monkeypatch.setattr(made.ledger, "forget_covered", forgotten.append)
+
+    async def begin(*_: object) -> None:
+        made.progress.verified_up_to += 5
+
+    monkeypatch.setattr(made.role.checkpoints, "begin", begin)
+    made.progress.verified_up_to = 10
+    for step in (1, 2):
+        await made.role.checkpoint(step)
+    assert forgotten == [10]
+    made.close()
