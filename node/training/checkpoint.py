@@ -16,10 +16,11 @@ import msgspec
 
 from ...crypto.hashing import digest_parts
 from ..config.run import ResumeConfig
-from ..errors import BAD_FILE, NodeError, StorageError, UsageError
+from ..errors import BAD_FILE, StorageError, UsageError
 from ..removal import remove_made, remove_tree
 from ..storage.partial import PARTIAL, REPLACED, sync, sync_tree, whole_directory
 from ..storage.run_files import written_to_checkpoint
+from ..tasks import BackgroundWrite
 from .backend import TrainBackend
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Checkpoints:
         self.keep_last = keep_last
         self.keep_interval = keep_interval
         self.keep_first = keep_first
-        self._writing: asyncio.Task[None] | None = None
+        self._write_beside = BackgroundWrite("checkpoint")
         self._protected: int | None = None
 
     def protect(self, step: int | None) -> None:
@@ -107,26 +108,15 @@ class Checkpoints:
         await self.finish()
         await backend.stage()
         work = self._write(step, dict(parts), backend.write_staged)
-        self._writing = asyncio.create_task(work, name=f"checkpoint {step}")
+        self._write_beside.begin(work, f"checkpoint {step}")
 
     async def finish(self) -> None:
         """Return when the checkpoint that was begun is durable. Raises the errors of write()."""
-        writing = self._writing
-        if writing is None:
-            return
-        try:
-            # cancelling a waiter does not stop the writing: close() waits for it at the end
-            await asyncio.shield(writing)
-        finally:
-            if writing.done():
-                self._writing = None
+        await self._write_beside.finish()
 
     async def close(self) -> None:
         """Wait for the checkpoint that was begun; its error is only logged."""
-        try:
-            await self.finish()
-        except NodeError as error:
-            logger.warning("the last checkpoint was not written: %s", error)
+        await self._write_beside.close()
 
     def check(self, resume: ResumeConfig) -> None:
         """Raise UsageError if the checkpoint that `resume` names does not exist here."""

@@ -15,8 +15,9 @@ from pathlib import Path
 import msgspec
 
 from ...crypto.hashing import digest_parts
-from ..errors import NodeError, StorageError
+from ..errors import StorageError
 from ..storage.partial import sync, whole_file
+from ..tasks import BackgroundWrite
 
 logger = logging.getLogger(__name__)
 
@@ -39,31 +40,20 @@ class ResumePoints:
     def __init__(self, directory: Path, *, fsync: bool = True) -> None:
         self._directory = directory
         self._fsync = fsync
-        self._writing: asyncio.Task[None] | None = None
+        self._write_beside = BackgroundWrite("resume point")
 
     def begin(self, step: int, parts: Mapping[str, bytes]) -> None:
         """Begin to write the resume point of `step`, after finish(); removes all but the newest KEPT."""
-        assert self._writing is None
         work = asyncio.to_thread(self._write, step, dict(parts))
-        self._writing = asyncio.create_task(work, name=f"resume point {step}")
+        self._write_beside.begin(work, f"resume point {step}")
 
     async def finish(self) -> None:
         """Return when the resume point that was begun is durable. Raises StorageError."""
-        if (writing := self._writing) is None:
-            return
-        try:
-            # cancelling a waiter does not stop the writing: close() waits for it at the end
-            await asyncio.shield(writing)
-        finally:
-            if writing.done():
-                self._writing = None
+        await self._write_beside.finish()
 
     async def close(self) -> None:
-        """Wait for the point that was begun; its error is only logged."""
-        try:
-            await self.finish()
-        except NodeError as error:
-            logger.warning("the last point was not written: %s", error)
+        """Wait for the resume point that was begun; its error is only logged."""
+        await self._write_beside.close()
 
     def newest_first(self, after: int) -> list[ResumePoint]:
         """Return the intact points of steps after `after`; damaged ones are skipped with a warning."""
