@@ -163,7 +163,7 @@ def check_config(
     `model` is checked if it is made here or is a local directory.
     """
     if config.type != "vllm":
-        if config.tp not in (1, "auto") or config.pp > 1 or config.dp > 1:
+        if config.tp not in (1, "auto") or config.pp > 1 or config.replicas > 1:
             raise UsageError(
                 "engine.tp, engine.pp and engine.dp are vLLM's: leave them out, or set engine.type to vllm"
             )

@@ -193,7 +193,7 @@ class _Evaluation:
                 ),
                 **date,
             },
-            at_once=BATCHES * engine.max_batch * engine.dp,
+            at_once=BATCHES * engine.max_batch * engine.replicas,
             policy=lambda: loader.policy(candidate),
             environment=environments.get,
             step=candidate.step,

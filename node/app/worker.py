@@ -16,6 +16,7 @@ from ..errors import EngineError, NodeError, StorageError, UsageError
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..inference.numerics import config_for_run
+from ..memory_plan.memory import replicated
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import cannot_cut, cannot_hold
 from ..models.json_files import read_json
@@ -77,6 +78,7 @@ class WorkerNode(PeerNode):
                 run.limits.max_model_len,
             )
         config = config_for_run(config.model_copy(update={"max_model_len": longest}), run)
+        config = await asyncio.to_thread(replicated, config, joined.model_dir)
         if await self._is_split(joined, config):
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)
@@ -103,7 +105,7 @@ class WorkerNode(PeerNode):
         # stages round what they send, or cut it elsewhere, do not quantize weights, and keep no keys and values
         proofs = run.proofs
         alone = proofs.vllm_alone or proofs.quantization != "none"
-        if fixed or alone or run.adapters is not None or engine.dp * engine.pp > 1:
+        if fixed or alone or run.adapters is not None or engine.replicas * engine.pp > 1:
             return False
         try:
             shape = read_shape(read_json(joined.model_dir / "config.json"))

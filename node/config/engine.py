@@ -89,8 +89,9 @@ class EngineConfig(BaseConfig):
     dp."""
     pp: Positive = 1
     """GPUs of this host in a pipeline, each with some of the layers (vLLM's pipeline parallelism)."""
-    dp: Positive = 1
-    """Number of engine replicas, fed from one copy of the weights; not together with pp."""
+    dp: Positive | Literal["auto"] = "auto"
+    """Number of engine replicas, fed from one copy of the weights; not together with pp. `auto`: one, but a
+    worker's vLLM has up to three of a small model on its GPU, if they find enough memory and cores."""
     sleep_after_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds without work after which vLLM releases its GPU memory until there is work again (its sleep mode),
     for GPUs shared with a trainer; 0: never."""
@@ -112,6 +113,17 @@ class EngineConfig(BaseConfig):
     prompt_lookup_max = 5}`: the same tokens and proofs, faster if replies repeat parts of themselves or of the
     prompt and few sequences run at once. With method `mtp` the model's own MTP head drafts; `model` is then a
     directory with its published checkpoint."""
+
+    @property
+    def replicas(self) -> int:
+        """engine.dp as a number; 1 for an `auto` that memory_plan/memory.py has not resolved."""
+        return 1 if self.dp == "auto" else self.dp
+
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether several replicas may run on one GPU: how much memory each has was decided."""
+        alone = self.pp == 1 and self.tp in (1, "auto")
+        return self.replicas > 1 and alone and "kv_cache_memory_bytes" in self.vllm
 
     @property
     def draft_tokens(self) -> int:
@@ -153,7 +165,7 @@ class EngineConfig(BaseConfig):
                 f"pp and vllm.{SPECULATIVE} cannot be combined, as the first stage does not learn in time "
                 "which drafts were accepted: remove one"
             )
-        if self.dp > 1 and self.pp > 1:
+        if self.replicas > 1 and self.pp > 1:
             raise ValueError(
                 "dp and pp cannot be combined: start one node per pipeline, each with its own pp"
             )

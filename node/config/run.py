@@ -631,7 +631,7 @@ class JoinConfig(NodeConfig):
     def _is_one_kind_of_many(self) -> "JoinConfig":
         if self.pp.wanted and self.engine.type != "vllm":
             raise ValueError(PIPELINES_NEED_VLLM)
-        if self.pp.wanted and self.engine.dp > 1:
+        if self.pp.wanted and self.engine.replicas > 1:
             raise ValueError(
                 "engine.dp and pp cannot be combined: start one node per pipeline, each with its own pp"
             )

@@ -381,7 +381,8 @@ class HostedEngine:
 
 def imports_plainly(config: EngineConfig) -> bool:
     """Return whether vLLM is imported without variables that a run decides, in one process for one engine."""
-    return config.dp == 1 and not config.batch_invariant and not config.draft_tokens
+    alone = config.replicas == 1 or config.shares_gpu
+    return alone and not config.batch_invariant and not config.draft_tokens
 
 
 async def begin_ahead(config: EngineConfig) -> EngineChild | None:
@@ -398,23 +399,24 @@ async def begin_ahead(config: EngineConfig) -> EngineChild | None:
 
 
 def environments_of(config: EngineConfig, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Make the environment of each replica's process; several replicas get separate GPUs.
+    """Make the environment of each replica's process; several replicas get separate GPUs, or share one.
 
     Raises UsageError if there are too few.
     """
     ours = dict(environ) | {PARENT_VARIABLE: str(os.getpid())}
-    gpus = visible(environ) if config.dp > 1 and config.device != "cpu" else ()
-    if not gpus:
-        return [ours] * config.dp
-    each = len(gpus) // config.dp if config.tp == "auto" else config.tp * config.pp
-    if not each or each * config.dp > len(gpus):
+    count = config.replicas
+    gpus = visible(environ) if count > 1 and config.device != "cpu" else ()
+    if not gpus or (config.shares_gpu and len(gpus) == 1):
+        return [ours] * count
+    each = len(gpus) // count if config.tp == "auto" else config.tp * config.pp
+    if not each or each * count > len(gpus):
         raise UsageError(
-            f"engine.dp = {config.dp} with tp = {config.tp} wants {max(1, each) * config.dp} GPUs, and "
+            f"engine.dp = {count} with tp = {config.tp} wants {max(1, each) * count} GPUs, and "
             f"{len(gpus)} are visible: lower one of them"
         )
     return [
         ours | {VARIABLE: shown(gpus[number * each : (number + 1) * each])}
-        for number in range(config.dp)
+        for number in range(count)
     ]
 
 

@@ -95,6 +95,7 @@ class VllmMeter:
         self._unfinished: Callable[[], int] = lambda: self.pending
         self._moved = 0.0
         self._preempted: Any = None
+        self.gate = PromptGate(lambda: self.pending)
 
     def watch(self, llm: Any, preempted: Any, *, served: bool = False) -> None:
         """Observe the outputs of the engine core of `llm`.
@@ -121,6 +122,7 @@ class VllmMeter:
     def note(self, outputs: Any) -> None:
         """Record the outputs of a step."""
         self._moved = time.monotonic()
+        self.gate.stepped()
         if outputs.scheduler_stats is not None:
             self._scheduler = outputs.scheduler_stats
             if drafts := getattr(outputs.scheduler_stats, "spec_decoding_stats", None):
@@ -177,8 +179,62 @@ class VllmMeter:
         return any(began <= when <= ended for began, ended in self._pauses)
 
 
+GATE_SHARE = 8
+"""New requests begin together once there is one for so many under way,"""
+GATE_STEPS = 8
+"""or after so many steps,"""
+GATE_S = 0.08
+"""or so many seconds."""
+
+
+class PromptGate:
+    """Gate that lets new requests through to vLLM together, so that few of its steps read a prompt.
+
+    A step that only decodes replays one CUDA graph. One that also reads a prompt launches the kernels of each
+    layer from Python, which takes more than twice as long for a small model (py-spy, SmolLM2 on an H200).
+    Requests pass in their order, and at once if few are under way.
+    """
+
+    def __init__(self, under_way: Callable[[], int]) -> None:
+        """`under_way` returns how many requests vLLM has."""
+        self._under_way = under_way
+        self._waiting: list[asyncio.Future[None]] = []
+        self._steps = 0
+        """Steps since the first of those waiting came."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def enter(self) -> None:
+        """Return when a request may be sent to vLLM."""
+        loop = asyncio.get_running_loop()
+        entrance: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(entrance)
+        if self._timer is None:
+            self._steps = 0
+            self._timer = loop.call_later(GATE_S, self._open)
+        if len(self._waiting) * GATE_SHARE >= self._under_way():
+            loop.call_soon(self._open)  # after those that wait, which go on in their order
+        await entrance
+
+    def stepped(self) -> None:
+        """Count a step of vLLM."""
+        self._steps += 1
+        if self._waiting and self._steps >= GATE_STEPS:
+            self._open()
+
+    def _open(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        for entrance in self._waiting:
+            if not entrance.done():  # else it was cancelled
+                entrance.set_result(None)
+        self._waiting.clear()
+
+
 GATHER_S = 0.0002
-"""Seconds to wait for others that end, per request under way: a call pauses the engine."""
+"""Seconds to wait for others that end, per request under way: a call pauses the engine,"""
+MOST_GATHER_S = 0.02
+"""but no more than these."""
 AGAIN_S = 0.005
 """Pause before missing records are asked for again."""
 PATIENCE_S = 60.0
@@ -247,13 +303,15 @@ class CompletionCollector:
         self._forgotten.append(key)
 
     async def tidy(self) -> None:
-        """Tell the worker which requests were abandoned, once there are many."""
-        if len(self._forgotten) >= MOST_FORGOTTEN and not self._asking.locked():
-            async with self._asking:
+        """Tell the worker which requests were abandoned: once there are many, if no other call tells it."""
+        if len(self._forgotten) < MOST_FORGOTTEN or self._wanted or self._asking.locked():
+            return
+        async with self._asking:
+            if self._forgotten:
                 await self._question({})
 
     async def _come(self, key: int) -> None:
-        pause = GATHER_S * max(1, self._under_way())
+        pause = min(MOST_GATHER_S, GATHER_S * max(1, self._under_way()))
         while key not in self._came:
             async with self._asking:
                 if key in self._came:
@@ -638,9 +696,11 @@ class VllmCore:
         """Run a request and return vLLM's output: its tokens, and why they ended.
 
         `extra` arguments are for the worker; the request shares keys and values with those of its `salt`. Where
-        the cache outlives its weights there is none without.
+        the cache outlives its weights there is none without. Texts that are only read wait for nobody.
         """
         vllm = _library()
+        if extra is None:
+            await self._meter.gate.enter()
         if self._config.keep_kv_cache:
             salt = f"{salt or self._writes}/{self._wakes}"
         arguments = sampling_arguments(request, key)

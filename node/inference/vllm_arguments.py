@@ -371,10 +371,10 @@ def resolve_parallel(
     count = visible_gpus(config) if gpus is None else gpus
     config = config.model_copy(update={"tp": tensor_parallel_on(config, count)})
     check_parallel(config, shape)
-    wanted = int(config.tp) * config.pp * config.dp
-    if 0 < count < wanted:
+    wanted = int(config.tp) * config.pp * config.replicas
+    if 0 < count < wanted and not (config.shares_gpu and count == 1):
         raise UsageError(
-            f"engine.tp {config.tp} x pp {config.pp} x dp {config.dp} wants {wanted} "
+            f"engine.tp {config.tp} x pp {config.pp} x dp {config.replicas} wants {wanted} "
             f"GPUs, and {count} can be used here: lower one of them, or show more in CUDA_VISIBLE_DEVICES"
         )
     return config

@@ -15,6 +15,7 @@ from ..errors import EngineError, UsageError
 from ..gpus import GpuMemory, is_slice, visible_memory
 from ..memory_plan.memory import (
     CONTEXT,
+    UNCHECKED,
     Device,
     gib,
     plan_engine,
@@ -143,8 +144,6 @@ more than is planned."""
 MOST = 0.7
 """Largest share of a worker's cache: more makes no worker faster, and all plans are estimates."""
 LEAST = 0.03
-UNCHECKED = 0.01
-"""gpu_memory_utilization of a vLLM whose cache is given in bytes: that much has to be free when it starts."""
 
 
 class MemoryShares(NamedTuple):
@@ -328,7 +327,9 @@ def place(
     memory, beside = _memory(config, trainer, places, shares)
     cache = None
     if memory is not None and beside is not None:
-        tp = max(len(names or ()) for names in places) // (config.engine.pp * config.engine.dp)
+        tp = max(len(names or ()) for names in places) // (
+            config.engine.pp * config.engine.replicas
+        )
         cache = planned_cache(config, memory, beside.gpu, tp)
     has_limit = config.training.gpu_memory_utilization < 1
     return GpuPlacement(
@@ -375,7 +376,7 @@ def engine_size(config: RunConfig, available: int, workers: int) -> int:
     engine = config.engine
     if engine.type != "vllm":
         return 1
-    others = engine.pp * engine.dp
+    others = engine.pp * engine.replicas
     if engine.tp != "auto":
         return engine.tp * others
     return max(1, available // workers // others) * others

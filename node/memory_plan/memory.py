@@ -8,6 +8,7 @@ with real runs.
 """
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ..config.engine import EngineConfig
 from ..config.run import RunConfig
 from ..config.training import TrainingConfig
 from ..errors import EngineError, UsageError
-from ..gpus import GpuMemory, visible_memory
+from ..gpus import GpuMemory, installed, visible_memory
 from ..models.architectures import text_config
 from ..models.json_files import read_json
 from .shape import ModelShape, read_shape
@@ -36,6 +37,8 @@ SHARED_RESERVE = 512 * MIB  # the same where several processes fill it: an H100 
 
 # vLLM's own default.
 UTILIZATION = 0.92
+UNCHECKED = 0.01
+"""gpu_memory_utilization of a vLLM whose cache is given in bytes: that much has to be free when it starts."""
 # Tokens of a step. After a new version all sequences in flight are read anew: by steps of 2,048 tokens, vLLM's
 # default for an embedded engine, a large GPU waits for the host.
 STEP_TOKENS, LARGE_STEP_TOKENS, LARGE_GPU = 2048, 16384, 70 * GIB
@@ -234,7 +237,7 @@ def rank_cache_bytes(config: EngineConfig, layers: int, layer_token: int, machin
     `layer_token`: bytes per token and layer. Enough for max_batch sequences of max_model_len, but at most an
     eighth of the memory over all ranks.
     """
-    ranks = tensor_parallel(config) * config.pp * config.dp
+    ranks = tensor_parallel(config) * config.pp * config.replicas
     most = config.max_batch * config.max_model_len * -(-layers // config.pp) * layer_token
     return max(MIN_CPU_CACHE, min(most, machine // CPU_CACHE_SHARE // ranks))
 
@@ -251,7 +254,7 @@ def step_tokens(config: EngineConfig, device: Device) -> int:
 
 def tensor_parallel_on(config: EngineConfig, gpus: int) -> int:
     """Return engine.tp as a number; `auto` shares the visible `gpus` among the engines."""
-    return config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.dp))
+    return config.tp if config.tp != "auto" else max(1, gpus // (config.pp * config.replicas))
 
 
 def tensor_parallel(config: EngineConfig) -> int:
@@ -413,6 +416,62 @@ def _utilization(
         beside.total if device.taken else beyond
     )  # without room for updates, states are loaded whole
     return max(0, int(100 * (free - needed - RESERVE) / device.nbytes)) / 100
+
+
+REPLICAS = ((0.25e9, 3), (1.0e9, 2))
+"""(Most parameters, replicas on one GPU): a step of a small model is Python on one core, and the GPU waits."""
+REPLICA_CORES = 4
+"""Cores of the machine for each replica; one keeps up to one and a half of them busy."""
+REPLICA_SEQUENCES = 64
+"""Fewest sequences of full length that each replica's cache has to hold."""
+
+
+def replicated(
+    config: EngineConfig,
+    model_dir: Path,
+    gpus: Sequence[GpuMemory] | None = None,
+    cores: int | None = None,
+) -> EngineConfig:
+    """Return `config` with engine.dp as a number, and the memory of each replica if several share a GPU.
+
+    None asks NVML for the visible GPUs, and the system for the cores there are for each GPU of the machine.
+    """
+    if config.dp != "auto":
+        return config
+    alone = config.model_copy(update={"dp": 1})
+    if (
+        config.type != "vllm"
+        or config.device == "cpu"
+        or config.pp > 1
+        or config.tp not in (1, "auto")
+    ):
+        return alone
+    gpus = visible_memory() if gpus is None else gpus
+    if len(gpus) != 1 or config.draft_tokens:
+        return alone
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) // max(1, len(installed()))
+    try:
+        shape = read_shape(text_config(read_json(model_dir / "config.json")))
+    except EngineError:  # start() says so
+        return alone
+    wanted = next((count for most, count in REPLICAS if shape.parameters <= most), 1)
+    plan = plan_engine(
+        alone.model_copy(update={"tp": 1}),
+        shape,
+        Device("cuda", gpus[0].total, gpus[0].total - gpus[0].free),
+    )
+    for count in range(min(wanted, cores // REPLICA_CORES), 1, -1):
+        each = (plan.cache - (count - 1) * (plan.engine.total + plan.beside.total)) // count
+        if each >= min(REPLICA_SEQUENCES, config.max_batch) * plan.sequence:
+            logger.info("%d engines share a GPU, each with a cache of %s", count, gib(each))
+            vllm = {
+                **config.vllm,
+                "gpu_memory_utilization": UNCHECKED,
+                "kv_cache_memory_bytes": each,
+            }
+            return alone.model_copy(update={"dp": count, "tp": 1, "vllm": vllm})
+    return alone
 
 
 def check_fits(

@@ -74,7 +74,7 @@ from ..inference.vllm_arguments import (
     resolve_parallel,
     visible_gpus,
 )
-from ..memory_plan.memory import ELEMENT
+from ..memory_plan.memory import ELEMENT, UNCHECKED
 from ..models.model_files import layer_count, vocab_size
 from ..models.support import unpack_support
 from ..weights.adapters import changes
@@ -106,8 +106,6 @@ PORTION_TOKENS = 2**20
 """Most tokens of a portion: between two of them the engine has nothing to read."""
 MOST_STEPS = 4
 """Most versions that are gone through one by one, by their differences; one further off is written whole."""
-LEAST_SHARE = 0.01
-"""Share of a GPU's memory that vLLM requires to be free; kv_cache_memory_bytes sets the cache."""
 
 T = TypeVar("T")
 Rows = NDArray[np.float32]
@@ -153,7 +151,7 @@ def audit_engine(config: EngineConfig, run: RunManifest, shape: Mapping[str, Any
         vllm["max_num_batched_tokens"] = step
         vllm.pop(SPECULATIVE, None)  # a prefill has no drafts
     if gpus:
-        vllm["gpu_memory_utilization"] = LEAST_SHARE
+        vllm["gpu_memory_utilization"] = UNCHECKED
     if gpus and not exact:
         vllm["compilation_config"] = {
             **(vllm.get("compilation_config") or {}),

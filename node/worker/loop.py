@@ -126,7 +126,7 @@ class InferenceRole:
         self._max_leases = leases
         self._environments = environments
         concurrency = Concurrency(
-            max_batch=config.max_batch * config.dp,
+            max_batch=config.max_batch * config.replicas,
             max_model_len=config.max_model_len,
         )
         self._admission = AdmissionControl(engine, concurrency)

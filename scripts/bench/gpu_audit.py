@@ -53,6 +53,7 @@ from primerl.node.errors import NodeError, UsageError
 from primerl.node.inference.build import build_engine
 from primerl.node.inference.engine import Engine, GenerateRequest
 from primerl.node.inference.numerics import numerics_of
+from primerl.node.memory_plan.memory import UNCHECKED
 from primerl.node.models.model_files import export
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.process.threads import share_python
@@ -62,7 +63,7 @@ from primerl.node.verification.checks import CheckedRollout
 from primerl.node.verification.hf_auditor import HfAuditor
 from primerl.node.verification.judgement import judge
 from primerl.node.verification.self_calibration import Reference, make_bounds
-from primerl.node.verification.vllm_auditor import LEAST_SHARE, VllmAuditor
+from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State, Tensor
 from primerl.node.weights.state_history import StateHistory
@@ -201,7 +202,7 @@ def cache_of(options: argparse.Namespace, length: int) -> dict[str, Any]:
     shape = SHAPES[options.shape]
     token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     tokens = SEQUENCES * (length + 32)
-    return {"gpu_memory_utilization": LEAST_SHARE, "kv_cache_memory_bytes": tokens * token}
+    return {"gpu_memory_utilization": UNCHECKED, "kv_cache_memory_bytes": tokens * token}
 
 
 # -- the model ---------------------------------------------------------------------------------------

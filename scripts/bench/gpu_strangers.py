@@ -67,6 +67,7 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.numerics import numerics_of
 from primerl.node.inference.vllm_arguments import head_size, is_installed, kv_heads, read_shape
+from primerl.node.memory_plan.memory import UNCHECKED
 from primerl.node.models import huggingface
 from primerl.node.models.model_files import layer_count
 from primerl.node.process.threads import share_python
@@ -82,7 +83,7 @@ from primerl.node.verification.class_bounds import ENOUGH, Reference
 from primerl.node.verification.envelope import NoiseEnvelope, envelope_bounds
 from primerl.node.verification.hf_auditor import HfAuditor
 from primerl.node.verification.judgement import first_above, judge
-from primerl.node.verification.vllm_auditor import LEAST_SHARE, VllmAuditor
+from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.node.weights.adapters import changes
 from primerl.node.weights.state import State
 from primerl.node.weights.state_history import StateHistory
@@ -193,7 +194,7 @@ class Kind:
         hosted = self.engine.get("type", "vllm") == "vllm"
         if CUDA and hosted:
             cache = max(length, self.batch * tokens) * token_bytes(directory)
-            vllm |= {"gpu_memory_utilization": LEAST_SHARE, "kv_cache_memory_bytes": cache}
+            vllm |= {"gpu_memory_utilization": UNCHECKED, "kv_cache_memory_bytes": cache}
         told = {"type": "vllm", "dtype": "bfloat16", "max_batch": self.batch, **self.engine}
         return EngineConfig.model_validate({**told, "max_model_len": length, "vllm": vllm})
 

@@ -450,6 +450,12 @@ def test_engines_side_by_side_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPa
     assert shown("", dp=3) == ["-"] * 3
     assert shown("0 1", dp=1, tp=2) == ["-"]
     assert shown("0 1", dp=2, device="cpu") == ["-"] * 2
+    planned = {"kv_cache_memory_bytes": 1 << 30}
+    assert shown("3", dp=3, vllm=planned) == ["-"] * 3  # they share the one that is visible
+    assert shown("0 1 2 3", dp=2, vllm=planned) == ["0", "1"]
+    assert shown("3") == ["-"]  # auto, before a model is known
+    with pytest.raises(UsageError, match="1 are visible"):
+        shown("3", dp=2)
     for shape in ({"dp": 2, "tp": 2}, {"dp": 4}, {"dp": 4, "tp": "auto"}):
         with pytest.raises(UsageError, match="3 are visible"):
             shown("0 1 2", **shape)

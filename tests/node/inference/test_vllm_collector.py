@@ -61,7 +61,7 @@ async def test_the_more_is_under_way_the_longer_a_question_waits_for_company() -
     asked = worker()
     collector = CompletionCollector(asked.ask, "", lambda: 1000)
     first = asyncio.create_task(collector.collect(0, 2))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.005)
     second = asyncio.create_task(collector.collect(1, 2))
     await asyncio.gather(first, second)
     assert [sorted(wanted) for wanted, _ in asked.questions] == [[[0, 2], [1, 2]]]
@@ -110,6 +110,28 @@ async def test_requests_that_were_given_up_do_not_pile_up() -> None:
     await collector.tidy()
     assert asked.questions == [([], list(range(MOST_FORGOTTEN)))]
     await collector.tidy()
+    assert len(asked.questions) == 1
+
+
+async def test_records_are_fetched_by_no_more_calls_where_many_requests_begin_meanwhile() -> None:
+    """Each call costs a step: one for every request that begins would keep the records from coming."""
+    asked = worker()
+    collector = CompletionCollector(asked.ask, "", lambda: 50)
+    for key in range(100, 100 + MOST_FORGOTTEN):
+        collector.forget(key)
+    wanted = [asyncio.create_task(collector.collect(key, 1)) for key in range(8)]
+    await asyncio.sleep(0)
+    beginning = [asyncio.create_task(collector.tidy()) for _ in range(50)]
+    await asyncio.gather(*wanted, *beginning)
+    assert [len(forgotten) for _, forgotten in asked.questions] == [MOST_FORGOTTEN]
+
+
+async def test_requests_that_begin_at_once_tell_the_worker_once_what_was_given_up() -> None:
+    asked = worker()
+    collector = CompletionCollector(asked.ask, "")
+    for key in range(MOST_FORGOTTEN):
+        collector.forget(key)
+    await asyncio.gather(*(collector.tidy() for _ in range(20)))
     assert len(asked.questions) == 1
 
 

@@ -38,6 +38,7 @@ from primerl.node.memory_plan.memory import (
     plan_engine,
     plan_learner,
     plan_trainer,
+    replicated,
     row_tokens,
     sequence_bytes,
     smaller_learner,
@@ -267,6 +268,59 @@ async def test_vllms_cache_holds_the_tokens_that_were_planned(tmp_path: Path) ->
     assert tokens == cache // (token_bytes(config, shape) * block) * block > 0
     plan = plan_engine(config, shape, Device("cpu", 1 << 34))
     assert plan.at_once == tokens // 512 == cache // sequence_bytes(config, shape, 512, plan.device)
+
+
+# -- several engines on a GPU ----------------------------------------------------------------------
+
+
+def smollm2(tmp_path: Path) -> Path:
+    config = qwen(576, 30, 9, 1536) | {"num_key_value_heads": 3, "vocab_size": 49152}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("more", "gib", "cores", "replicas"),
+    [
+        ({}, 80, 16, 3),
+        ({}, 80, 11, 2),  # four cores each
+        ({}, 80, 7, 1),
+        ({}, 24, 16, 3),
+        ({"max_model_len": 8192}, 24, 16, 1),  # each cache would hold few sequences
+        ({"dp": 1}, 80, 16, 1),
+        ({"tp": 2}, 80, 16, 1),
+        ({"device": "cpu"}, 80, 16, 1),
+    ],
+)
+def test_engines_of_a_small_model_share_a_gpu_if_cores_and_memory_suffice(
+    tmp_path: Path, more: dict[str, Any], gib: int, cores: int, replicas: int
+) -> None:
+    given = vllm(**{"max_model_len": 256, "dp": "auto", **more})
+    config = replicated(given, smollm2(tmp_path), [card(gib)], cores)
+    assert config.replicas == replicas
+    assert config.shares_gpu == (replicas > 1)
+    if replicas == 1:
+        assert config.vllm == given.vllm
+
+
+def test_engines_that_share_a_gpu_fit_into_the_memory_of_one(tmp_path: Path) -> None:
+    given = vllm(max_model_len=256, vllm={"kv_cache_memory_bytes": 8 * GIB})
+    directory, device = smollm2(tmp_path), Device("cuda", 80 * GIB)
+    shape = read_shape(json.loads((directory / "config.json").read_text()))
+    config = replicated(given, directory, [card(80)], 16)
+    each = plan_engine(config, shape, device)
+    one = plan_engine(given.model_copy(update={"dp": 1}), shape, device)
+    assert config.replicas == 3
+    most = one.budget + one.beside.total
+    assert (
+        most - 3 <= 3 * (each.budget + each.beside.total) <= most
+    )  # as planned for one on a shared GPU
+
+
+def test_a_large_model_or_several_gpus_get_one_engine(tmp_path: Path, model: Path) -> None:
+    assert replicated(vllm(max_model_len=256), model, [card(80)], 64).replicas == 1
+    assert replicated(vllm(max_model_len=256), smollm2(tmp_path), [card(80)] * 2, 64).replicas == 1
+    assert replicated(vllm(), tmp_path / "none", [card(80)], 64).replicas == 1
 
 
 # -- refusal ---------------------------------------------------------------------------------------
