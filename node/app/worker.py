@@ -78,11 +78,11 @@ class WorkerNode(PeerNode):
                 run.limits.max_model_len,
             )
         config = config_for_run(config.model_copy(update={"max_model_len": longest}), run)
-        config = await asyncio.to_thread(replicated, config, joined.model_dir)
         if await self._is_split(joined, config):
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)
             return
+        config = await asyncio.to_thread(replicated, config, joined.model_dir)
         engine = adapted(self._factories.engine(config), run, joined.base)
         await self._follow_while(joined, lambda: self.infer(joined, engine, config, everything))
 

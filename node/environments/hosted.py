@@ -286,7 +286,8 @@ class EnvironmentChild(ChildProcess):
         """Kill the processes and report them lost once they exceed the sandbox's limits."""
         while self._failure is None and self.pid is not None:
             self._ran.append(self._marked()[0] != 0)
-            fault = self._sandbox.overrun(self.pid)
+            # in a thread: a machine with many threads takes milliseconds to list a process's children
+            fault = await asyncio.to_thread(self._sandbox.overrun, self.pid)
             if not fault and self._scratch is not None:
                 fault = await asyncio.to_thread(self._scratch.overrun)
             if fault:

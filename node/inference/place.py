@@ -108,7 +108,7 @@ def _is_encoder(parts: Collection[str]) -> bool:
 
 NOT_STAGE_0 = "only stage 0 of a pipeline generates: send the request there"
 VARIABLE = "PRIMERL_PLACE"
-_PACKAGE = f"{__package__}"
+_PACKAGE = f"{__package__.rpartition('.')[0]}.pipeline"
 PROGRAM_MODULE = f"{_PACKAGE}.vllm_processes"
 HEAD_EXTENSION = f"{_PACKAGE}.vllm_stage_worker.HeadExtension"
 STAGE_EXTENSION = f"{_PACKAGE}.vllm_stage_worker.StageExtension"
@@ -165,10 +165,10 @@ def check_placed(config: EngineConfig, place: StagePlace, shape: Mapping[str, An
 
     Raises UsageError for settings that a stage cannot have, EngineError for a plan of another model.
     """
-    for name in ("pp", "dp"):
-        if getattr(config, name) != 1:
+    for name, count in (("pp", config.pp), ("dp", config.replicas)):
+        if count != 1:
             raise UsageError(
-                f"engine.{name} is {getattr(config, name)}, but a stage of a pipeline between nodes is one "
+                f"engine.{name} is {count}, but a stage of a pipeline between nodes is one "
                 "engine: set it to 1; use engine.tp for several GPUs of this host"
             )
     if config.sleep_after_s:

@@ -1,6 +1,8 @@
 """Stages in child processes, without vLLM: their requests, and refused starts."""
 
+import ast
 import asyncio
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,34 @@ from primerl.node.inference.host_messages import (
     EngineRequest,
     EngineSetUp,
 )
-from primerl.node.inference.place import StagePlace, encode_place
+from primerl.node.inference.place import (
+    HEAD_EXTENSION,
+    PROGRAM_MODULE,
+    STAGE_EXTENSION,
+    WORKER,
+    StagePlace,
+    encode_place,
+)
 from primerl.node.models import huggingface
 from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
 from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, ProcessMessage, body_length
 from primerl.node.process.serve import Outbox
 
 WAIT_S = 60.0
+
+
+@pytest.mark.parametrize("name", [PROGRAM_MODULE, HEAD_EXTENSION, STAGE_EXTENSION, WORKER])
+def test_what_vllm_and_the_child_process_import_by_name_is_there(name: str) -> None:
+    """Without importing vLLM: a file that moves takes these names along."""
+    module, _, kind = (name, "", "") if name == PROGRAM_MODULE else name.rpartition(".")
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    names = {
+        node.name
+        for node in ast.parse(Path(spec.origin).read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert not kind or kind in names
 
 
 def place(rank: int = 0, **fields: Any) -> StagePlace:

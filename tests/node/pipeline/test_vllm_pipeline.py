@@ -24,7 +24,7 @@ from primerl.node.weights.state import Changed, State
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
 pytestmark = [
-    pytest.mark.nightly,
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="module"),
     # not ours to mend: what vLLM and torch say of each other when imported
