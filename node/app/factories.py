@@ -172,10 +172,13 @@ def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
 
 
 def make_reader(config: EngineConfig, timeout_s: float) -> Reader | None:
-    """Make the reader of texts in float32, not started, on the device of `config`."""
+    """Make the reader of texts in float32, not started, on the device of `config`.
+
+    The first verdicts of a run wait for it, so it begins with the run.
+    """
     from ..verification.hf_auditor import HfAuditor
 
-    return HfAuditor(config, timeout_s=timeout_s, dtype="float32")
+    return HfAuditor(config, timeout_s=timeout_s, dtype="float32", ahead=True)
 
 
 class MakeLedger(Protocol):
