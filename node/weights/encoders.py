@@ -2,7 +2,8 @@
 
 Where the positions of the changes are known, coding a block is many short operations on arrays, and Python's
 threads wait for each other's lock at each of them: for 0.6 B weights on 16 cores 0.6 s with two threads, 0.8 s
-with sixteen, 0.3 s with four processes. Where states are compared first, most of the time is long
+with sixteen, 0.3 s with four processes. All other threads of a trainer wait with them: for two million changes
+of 135M weights, one that is always busy has four times as much of its time with processes. Where states are compared first, most of the time is long
 operations, and threads are as fast: no process is asked then. Processes get numbers and give bytes, those of
 encode_delta().
 """
@@ -152,8 +153,11 @@ GROUP = 8
 """Blocks that a process gets at once."""
 THREADS = 4
 """Threads that compare states; more wait for each other."""
-WORTH_IT = 1 << 22
-"""Changes below which, and elements to compare above which threads are as good; 0.1 s of work for one core."""
+FEW = 1 << 18
+"""Changes below which this process codes them as fast."""
+MANY = 1 << 22
+"""Changes above which FEW_PROCESSES are not enough, and elements to compare above which threads are as good."""
+FEW_PROCESSES = 4
 GONE = "an encoding process is gone (%s): coding here"
 """Logged when a process ended, killed for memory, say. This process then encodes; the others end with it."""
 
@@ -185,9 +189,9 @@ class Encoders:
         """Ids of the processes that were started."""
         return [process.pid for process in self._running]
 
-    def start(self) -> None:
-        """Start the processes, if they are not running; encode_delta() does it when there is need."""
-        for _ in range(self._count - len(self._running)):
+    def start(self, count: int = MAX_PROCESSES) -> None:
+        """Start up to `count` processes, if they are not running; encode_delta() does it when there is need."""
+        for _ in range(min(count, self._count) - len(self._running)):
             process = EncoderProcess()
             self._running.append(process)
             self._idle.put(process)
@@ -211,10 +215,10 @@ class Encoders:
         unknown = [name for name in new if changed.get(name, NONE) is None]
         to_compare = sum(new[name].data.size for name in unknown)
         known = sum(hint.size for hint in changed.values() if hint is not None)
-        if to_compare >= WORTH_IT or to_compare + known < WORTH_IT:
+        if to_compare >= MANY or to_compare + known < FEW:
             return encode_delta(base, new, threads=min(THREADS, self._count), changed=changed)
         compared = {name: np.flatnonzero(base[name].data != new[name].data) for name in unknown}
-        self.start()
+        self.start(MAX_PROCESSES if known >= MANY else FEW_PROCESSES)
         return self._encode(base, new, {**changed, **compared})
 
     def _encode(self, base: State, new: State, changed: Changed) -> Iterator[bytes]:

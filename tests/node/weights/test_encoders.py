@@ -59,7 +59,7 @@ def coded(pool: Encoders, base: State, new: State, changed: Changed | None) -> b
 @pytest.fixture
 def for_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are asked however few elements changed."""
-    monkeypatch.setattr(encoders, "WORTH_IT", 0)
+    monkeypatch.setattr(encoders, "FEW", 0)
 
 
 @pytest.mark.usefixtures("for_little")
@@ -71,6 +71,7 @@ def test_processes_give_the_bytes_of_one_thread(pool: Encoders) -> None:
     every: Changed = {name: np.arange(t.data.size) for name, t in base.items()}
     assert coded(pool, base, new, every) == plain  # more than what changed
     assert coded(pool, new, new, {}) == b"".join(encode_delta(new, new))
+    assert pool.pids
 
 
 @pytest.mark.usefixtures("for_little")
@@ -137,7 +138,8 @@ def test_a_few_elements_to_compare_do_not_keep_the_rest_from_the_processes(
     pool: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, new = steps()
-    monkeypatch.setattr(encoders, "WORTH_IT", 5000)
+    monkeypatch.setattr(encoders, "FEW", 5000)
+    monkeypatch.setattr(encoders, "MANY", 5000)
     some: Changed = {**hints(base, new), "small": None}
     assert coded(pool, base, new, some) == b"".join(encode_delta(base, new))
     with Encoders(2) as idle:
