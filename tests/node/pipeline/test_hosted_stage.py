@@ -44,7 +44,8 @@ def test_what_vllm_and_the_child_process_import_by_name_is_there(name: str) -> N
     """Without importing vLLM: a file that moves takes these names along."""
     module, _, kind = (name, "", "") if name == PROGRAM_MODULE else name.rpartition(".")
     spec = find_spec(module)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     names = {
         node.name
         for node in ast.parse(Path(spec.origin).read_text()).body
