@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from ..config.run import RunConfig
 from ..ops.metrics import MetricsLog
@@ -89,7 +90,8 @@ class RunMetrics:
         progress, rewards = self._progress, mean_rewards(groups)
         audited_s = progress.clock.seconds.get("audit", 0.0)
         auditing_s, self._audited_s = audited_s - self._audited_s, audited_s
-        names = self._environments
+        names, verdict_s = self._environments, median(progress.verdict_s or [0.0])
+        progress.verdict_s.clear()
         return {
             "time": round(time.time(), 3),
             "reward/mean": progress.reward,
@@ -102,6 +104,7 @@ class RunMetrics:
             "batch/zero_advantage": batch.zero_advantage,
             "time/wait_for_batch": round(waited, 4),
             "time/audit": round(auditing_s, 4),
+            "time/verdict": round(verdict_s, 4),
             "rollouts/accepted": progress.accepted,
             "rollouts/rejected": sum(progress.rejected.values()),
             **{f"reward/{name}": rewards.get(name) for name in names},

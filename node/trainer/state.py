@@ -4,7 +4,7 @@ Invariant: a task whose submission has a receipt is leased again only if its ver
 task that was only leased always is.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -93,6 +93,8 @@ class Progress:
     rejected: Counter[str] = field(default_factory=Counter[str])
     received: int = 0
     """Rollouts received."""
+    verdict_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=1024))
+    """Seconds from the arrival of each submission to its verdict, since the step before."""
     late: int = 0
     """Batches that timed out since the last trained one."""
     zero_advantage: int = 0

@@ -97,6 +97,8 @@ class VerificationQueue:
         """Arrival number of the last submission that was judged, and counted, before this start."""
         self._begun_up_to = 0
         """Arrival number of the last submission whose verification began."""
+        self._queued_at: dict[int, float] = {}
+        """Monotonic seconds at which submissions without a verdict came, by arrival number."""
         self.grown = asyncio.Condition()
         """Notified when work was used or judged, and from time to time."""
         self.epoch = ChainEpoch()
@@ -118,6 +120,7 @@ class VerificationQueue:
     def put(self, arrived: QueuedSubmission) -> None:
         """Queue a submission that is in the ledger."""
         self._arrivals.put_nowait(arrived)
+        self._queued_at[arrived.arrival] = time.monotonic()
 
     def waiting(self) -> int:
         """Count the submissions that are not verified yet."""
@@ -147,6 +150,7 @@ class VerificationQueue:
     ) -> None:
         """Start to verify a submission, as soon as there is room."""
         if arrived.arrival <= max(self.progress.verified_up_to, self._begun_up_to):
+            self._queued_at.pop(arrived.arrival, None)
             return
         self._begun_up_to = arrived.arrival
         self._verifying += 1
@@ -165,6 +169,8 @@ class VerificationQueue:
         self._room.release()
         progress = self.progress
         progress.clock.reach("first verdict")
+        if (queued_at := self._queued_at.pop(arrived.arrival, None)) is not None:
+            progress.verdict_s.append(time.monotonic() - queued_at)
         if arrived.arrival not in progress.used:
             environment, reasons = self._environment(lease), verified.reasons()
             progress.received += verified.verdict.accepted + sum(reasons.values())

@@ -223,6 +223,7 @@ def measure(directory: Path, began: float, cpu: dict[str, float]) -> dict[str, f
         "waits for a batch, s": middle("time/wait_for_batch"),
         "checkpoint, s": middle("time/save_ckpt"),
         "from snapshot to announced, s": middle("time/broadcast_weights"),
+        "from arrival to verdict, s": middle("time/verdict"),
         "staleness, mean": mean(line["off_policy/mean"] for line in counted),
         "reward, last 10": mean(line["reward/mean"] for line in lines[-10:]),
     }
@@ -285,6 +286,7 @@ def goals(figures: dict[str, float], options: argparse.Namespace) -> list[Goal]:
     names = {
         "from snapshot to announced, s": 0.25,
         "from announced to in the engine, s": 0.2,
+        "from arrival to verdict, s": 0.3,
         "cores, trainer's node": 1.5,
         "s from the start to the first step": 90.0,
     }
