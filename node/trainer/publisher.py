@@ -35,7 +35,7 @@ from ..training.backend import Snapshot
 from ..weights.chain import VersionChain
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
-from ..weights.payload import Offsets, cut, layout_of
+from ..weights.payload import Offsets, cut, layout_of, ordered
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove
 from ..weights.state import Changed, State, WeightsError, state_bytes
 from ..weights.state_history import StateHistory
@@ -43,7 +43,9 @@ from ..weights.state_history import StateHistory
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
-"""More threads encode no faster: they wait for the one that stores."""
+"""More threads encode no faster: they wait for the one that cuts chunks."""
+STORED_AT_ONCE = 8
+"""Chunks that are written side by side: each waits for the disk several times, which takes most of the time."""
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,12 @@ class Publisher:
 
         Raises StorageError when the disk is full, and the errors of `before_announcing`.
         """
-        policy = await self._prove(version, snapshot.state)
-        changed = snapshot.changed_since(self._policy.state)
-        artifacts = await asyncio.to_thread(self._encode, policy, changed)
+        state, changed = snapshot.state, snapshot.changed_since(self._policy.state)
+        policy, artifacts, _ = await asyncio.gather(
+            self._prove(version, state),
+            asyncio.to_thread(self._encode, version, state, changed),
+            asyncio.to_thread(self.states.add, version, state, changed),
+        )
         if self._snapshot is not None and self._snapshot.done():
             done, self._snapshot = self._snapshot, None
             artifacts.append(done.result())
@@ -179,7 +184,7 @@ class Publisher:
             self._services.run_id, version, policy.digest, _tensor_table(policy), tuple(artifacts)
         )
         document = check_sizes(encode(manifest), MAX_MANIFEST)
-        await asyncio.to_thread(self._store_and_hold, document, policy, changed)
+        await asyncio.to_thread(self._store.put, document)
         if before_announcing is not None:
             await before_announcing()
         sealed, head = self._sign(policy, document)
@@ -238,23 +243,19 @@ class Publisher:
             "resuming version %d in epoch %d: later versions are void", version, self._epoch
         )
 
-    def _store_and_hold(self, document: bytes, policy: Policy, changed: Changed | None) -> None:
-        self._store.put(document)
-        self.states.add(policy.version, policy.state, changed)
-
-    def _encode(self, policy: Policy, changed: Changed | None) -> list[Artifact]:
+    def _encode(self, version: int, state: State, changed: Changed | None) -> list[Artifact]:
         artifacts: list[Artifact] = []
         previous = self._policy
-        if previous.version == policy.version - 1 and previous.version >= 0:
-            payload = self._encoders.encode_delta(previous.state, policy.state, changed)
+        if previous.version == version - 1 and previous.version >= 0:
+            payload = self._encoders.encode_delta(previous.state, state, changed)
             artifacts.append(
-                self._artifact("delta", policy, payload, previous.version, previous.digest)
+                self._artifact("delta", state, payload, previous.version, previous.digest)
             )
             self.last_delta_bytes = artifacts[0].size
             self.delta_bytes += artifacts[0].size
-            self.full_bytes += state_bytes(policy.state)
-        if not artifacts or not self._chain.is_reachable(policy.version - 1):
-            artifacts.append(self._encode_snapshot(policy))
+            self.full_bytes += state_bytes(state)
+        if not artifacts or not self._chain.is_reachable(version - 1):
+            artifacts.append(self._encode_snapshot(state))
         return artifacts
 
     def _begin_snapshot(self) -> None:
@@ -265,12 +266,12 @@ class Publisher:
 
     def _encode_earlier(self, policy: Policy) -> Artifact:
         """Encode a snapshot for the manifest of a later version."""
-        return structs.replace(self._encode_snapshot(policy), version=policy.version)
+        return structs.replace(self._encode_snapshot(policy.state), version=policy.version)
 
-    def _encode_snapshot(self, policy: Policy) -> Artifact:
-        payload = encode_full(policy.state, threads=_threads())
+    def _encode_snapshot(self, state: State) -> Artifact:
+        payload = encode_full(state, threads=_threads())
         return self._artifact(
-            "anchor", policy, itertools.takewhile(self._is_open, payload), -1, NO_DIGEST
+            "anchor", state, itertools.takewhile(self._is_open, payload), -1, NO_DIGEST
         )
 
     def _is_open(self, _piece: bytes) -> bool:
@@ -279,25 +280,26 @@ class Publisher:
     def _artifact(
         self,
         kind: Literal["anchor", "delta"],
-        policy: Policy,
+        state: State,
         payload: Iterator[bytes],
         base_version: int,
         base_state: bytes,
     ) -> Artifact:
-        offsets = Offsets(layout_of(policy.state))
-        chunks = [
-            ChunkRef(self._store.put(piece), len(piece))
-            for piece in cut(offsets.watch(payload), int(self._config.chunk_mib * 2**20))
-        ]
+        offsets = Offsets(layout_of(state))
+        pieces = cut(offsets.watch(payload), int(self._config.chunk_mib * 2**20))
+        chunks = tuple(ordered(self._keep, ((piece,) for piece in pieces), STORED_AT_ONCE))
         return Artifact(
             kind=kind,
             base_version=base_version,
             base_state=base_state,
             codec=CODEC,
             size=sum(chunk.size for chunk in chunks),
-            chunks=tuple(chunks),
+            chunks=chunks,
             offsets=offsets.found,
         )
+
+    def _keep(self, piece: bytes) -> ChunkRef:
+        return ChunkRef(self._store.put(piece), len(piece))
 
     def _sign(self, policy: Policy, document: bytes) -> tuple[bytes, PolicyHead]:
         before = self._book.trusted.heads.get((self._epoch, policy.version - 1))

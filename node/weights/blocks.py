@@ -18,9 +18,10 @@ The size of every stream is known before it is read; a zstd frame that announces
 anything is allocated. (python-zstandard ignores max_output_size when a frame announces its size.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,10 @@ Flags = NDArray[np.bool_]
 Positions = NDArray[np.int64]
 Bits = NDArray[Any]
 """A flat array of unsigned integers: the storage bits of elements."""
+
+NO_BYTES = memoryview(b"")
+PADDING = np.array([0xFF, *(0xFF << (8 - bits) & 0xFF for bits in range(1, 8))], np.uint8)
+"""Mask of the last byte of a bit string, by its length modulo 8."""
 
 FEW_FLAGS = 8192
 """Flags below which the calls cost more than the work."""
@@ -182,10 +187,9 @@ class StreamReader:
         """Read a number; CodecError above `most`."""
         return read_varint(lambda: self._take(1)[0], most, what)
 
-    def bits(self, count: int) -> Flags:
-        """Read `count` bits."""
-        packed = np.frombuffer(self._take((count + 7) // 8), np.uint8)
-        return np.unpackbits(packed, count=count).view(np.bool_)
+    def bits(self, count: int) -> memoryview:
+        """Read `count` bits, eight to a byte."""
+        return self._take((count + 7) // 8)
 
     def stream(self, size: int) -> Bytes:
         """Read a stream of exactly `size` bytes, at most MAX_STREAM."""
@@ -302,12 +306,6 @@ def where(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
     return index
 
 
-def apply(base: Bits, changes: Changes, dtype: str, out: Bits) -> None:
-    """Apply `changes` to `base` and write the result into `out`; positions have been checked."""
-    out[:] = base
-    out[changes.index] = move(base[changes.index], changes.moves, dtype)
-
-
 def measure(base: Bits, new: Bits, dtype: str) -> Bits:
     """Compute the moves from `base` to `new`, zig-zag: differences 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
     out = np.empty_like(new)
@@ -383,35 +381,124 @@ def write_positions(writer: StreamWriter, index: Positions, size: int) -> None:
         writer.stream(np.packbits(flags))
 
 
-def read_positions(reader: StreamReader, size: int) -> Positions:
-    """Read strictly increasing positions below `size`. Raises CodecError."""
+@dataclass(frozen=True, slots=True)
+class CodedPositions:
+    """Positions as they are coded; every length has been checked, the bits have not."""
+
+    count: int
+    size: int
+    """Positions are below this."""
+    shift: int
+    low: memoryview
+    """`shift` planes of `count` bits, the lowest first."""
+    length: int
+    flags: memoryview
+    """`length` bits, `count` of which should be ones."""
+
+
+def read_positions(reader: StreamReader, size: int) -> CodedPositions:
+    """Read positions below `size`, for join_positions(). Raises CodecError."""
     count = reader.number(size, f"positions in a block of {size}")
     if not count:
-        return np.empty(0, np.int64)
+        return CodedPositions(0, size, 0, NO_BYTES, 0, NO_BYTES)
     shift = reader.number(MAX_SHIFT, "low bits of a gap")
     low = reader.bits(count * shift)
     length = reader.number(count + (size >> shift), "bits of a bitmap")
-    if shift:
-        flags = reader.bits(length)
-    else:
-        flags = np.unpackbits(reader.stream((length + 7) // 8), count=length).view(np.bool_)
-    ones = np.flatnonzero(flags)
-    if ones.size != count:
-        raise CodecError(f"{count} positions announced, {ones.size} found")
-    index = ones
-    if shift:
-        gaps = np.diff(ones.astype(np.int32), prepend=np.int32(-1))
-        gaps -= 1
-        for at in reversed(range(shift)):
-            gaps <<= 1
-            gaps |= low[at * count : (at + 1) * count]
-        gaps += 1
-        index = np.cumsum(gaps, dtype=np.int64)
-        index -= 1
+    flags = reader.bits(length) if shift else reader.stream((length + 7) // 8).data
+    if length < count:
+        raise CodecError(f"{count} positions announced, in a bitmap of {length} bits")
+    return CodedPositions(count, size, shift, low, length, flags)
+
+
+def join_positions(parts: Sequence[CodedPositions], starts: Sequence[int]) -> Positions:
+    """Decode strictly increasing positions, those of each part counted from its start; no part is empty.
+
+    Raises CodecError.
+    """
+    counts = np.array([part.count for part in parts])
+    firsts = np.cumsum(counts) - counts
+    ones, begins = _ones(parts, counts)
+    gaps = np.empty(ones.size, np.int32)
+    np.subtract(ones[1:], ones[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    gaps[firsts] = ones[firsts] - begins
+    shifts = [part.shift for part in parts]
+    if any(shifts):
+        gaps <<= (
+            np.repeat(np.array(shifts, np.int32), counts) if len(set(shifts)) > 1 else shifts[0]
+        )
+        gaps |= _low_bits(parts, gaps.size)
+    index = gaps.astype(np.int64)
+    index += 1
     # Gaps cannot be negative, so positions strictly increase; only the last one can be out of range.
-    if index[-1] >= size:
-        raise CodecError(f"position {int(index[-1])} in a block of {size}")
-    return index
+    ends = np.add.reduceat(index, firsts)
+    for part, end in zip(parts, ends.tolist(), strict=True):
+        if end > part.size:
+            raise CodecError(f"position {end - 1} in a block of {part.size}")
+    index[firsts] += np.diff(np.array(starts, np.int64), prepend=1)  # each part begins anew
+    index[firsts[1:]] -= ends[:-1]
+    return np.cumsum(index, out=index)
+
+
+def _ones(
+    parts: Sequence[CodedPositions], counts: Positions
+) -> tuple[NDArray[np.int32], Positions]:
+    """Return the places of the ones in all bitmaps, and where each bitmap begins, in bits."""
+    packed = np.frombuffer(bytearray().join(part.flags for part in parts), np.uint8)
+    ends = np.cumsum([len(part.flags) for part in parts])
+    lengths = np.array([part.length for part in parts])
+    packed[ends - 1] &= PADDING[lengths & 7]
+    flags = np.unpackbits(packed).view(np.bool_)
+    begins = 8 * (ends - (lengths + 7) // 8)
+    found = np.count_nonzero(flags)
+    if found != counts.sum():  # places take eight times the memory of flags
+        raise CodecError(f"{counts.sum()} positions announced, {found} found")
+    ones = np.flatnonzero(flags)
+    each = np.diff(np.searchsorted(ones, begins), append=ones.size)
+    if (each != counts).any():
+        at = int(np.argmax(each != counts))
+        raise CodecError(f"{counts[at]} positions announced, {each[at]} found")
+    return ones.astype(np.int32), begins
+
+
+def _low_bits(parts: Sequence[CodedPositions], total: int) -> NDArray[Any]:
+    """Return the low bits of all gaps as numbers: parts of equal shift together, plane by plane."""
+    shifts = {part.shift for part in parts} - {0}
+    firsts = [0, *accumulate(part.count for part in parts)]
+    values = np.zeros(total, np.uint8 if max(shifts) <= 8 else np.uint32)
+    for shift in shifts:
+        alike = [
+            (part, first) for part, first in zip(parts, firsts, strict=False) if part.shift == shift
+        ]
+        bits = np.unpackbits(np.frombuffer(b"".join(part.low for part, _ in alike), np.uint8))
+        begins = [0, *accumulate(8 * len(part.low) for part, _ in alike)]
+        low = np.zeros(sum(part.count for part, _ in alike), values.dtype)
+        for plane in reversed(range(shift)):
+            low <<= 1
+            low |= np.concatenate(
+                [
+                    bits[begin + plane * part.count :][: part.count]
+                    for (part, _), begin in zip(alike, begins, strict=False)
+                ]
+            )
+        if len(alike) == len(parts):
+            return low
+        at = 0
+        for part, first in alike:
+            values[first : first + part.count] = low[at : at + part.count]
+            at += part.count
+    return values
+
+
+def _join_bits(parts: Sequence[memoryview], counts: Sequence[int]) -> Bytes:
+    """Return the first bits of each part, one after the other, as numbers."""
+    bits = np.unpackbits(np.frombuffer(b"".join(parts), np.uint8))
+    if len(parts) == 1:
+        return bits[: counts[0]]
+    begins = [0, *accumulate(8 * len(part) for part in parts)]
+    return np.concatenate(
+        [bits[begin:][:count] for begin, count in zip(begins, counts, strict=False)]
+    )
 
 
 def _shift(count: int, size: int) -> int:
@@ -454,43 +541,76 @@ def write_moves(writer: StreamWriter, moves: Bits) -> None:
     writer.bits(np.concatenate(low))
 
 
-def read_moves(reader: StreamReader, count: int, dtype: np.dtype[Any]) -> Bits:
-    """Read `count` moves, none of them 0. Raises CodecError."""
+@dataclass(frozen=True, slots=True)
+class CodedMoves:
+    """Moves as they are coded; every length has been checked, the bits have not."""
+
+    count: int
+    negative: memoryview
+    large: CodedPositions
+    """Which of them are above one in magnitude."""
+    length: int
+    """Bits of all levels of the magnitudes."""
+    more: memoryview
+    low: memoryview
+
+
+def read_moves(reader: StreamReader, count: int, width: int) -> CodedMoves:
+    """Read `count` moves of `width` bits, for join_moves(). Raises CodecError."""
     negative = reader.bits(count)
-    index = read_positions(reader, count)
-    moves = np.ones(count, dtype)
-    if index.size:
-        moves[index] = _read_magnitudes(reader, index.size, dtype)
+    large = read_positions(reader, count)
+    if not large.count:
+        return CodedMoves(count, negative, large, 0, NO_BYTES, NO_BYTES)
+    length = reader.number(large.count * width, "bits of magnitudes")
+    return CodedMoves(count, negative, large, length, reader.bits(length), reader.bits(length))
+
+
+def join_moves(parts: Sequence[CodedMoves], dtype: np.dtype[Any]) -> Bits:
+    """Decode moves, none of them 0, one part after the other. Raises CodecError."""
+    counts = [part.count for part in parts]
+    moves = np.ones(sum(counts), dtype)
+    starts = [0, *accumulate(counts)]
+    large = [(part, at) for part, at in zip(parts, starts, strict=False) if part.large.count]
+    if large:
+        index = join_positions([part.large for part, _ in large], [start for _, start in large])
+        moves[index] = _join_magnitudes([part for part, _ in large], dtype)
     moves <<= 1
-    moves -= negative
+    moves -= _join_bits([part.negative for part in parts], counts)
     if not moves.all():
         raise CodecError("a changed element does not move")
     return moves
 
 
-def _read_magnitudes(reader: StreamReader, count: int, dtype: np.dtype[Any]) -> Bits:
-    """Read `count` magnitudes above 1."""
-    width = 8 * dtype.itemsize
-    flags = reader.bits(reader.number(count * width, "bits of magnitudes"))
-    levels: list[Flags] = []
-    at, due = 0, count
-    while due:
-        if at + due > flags.size or len(levels) == width - 1:
+def _join_magnitudes(parts: Sequence[CodedMoves], dtype: np.dtype[Any]) -> Bits:
+    """Decode magnitudes above 1, level by level of all parts."""
+    lengths = [part.length for part in parts]
+    more = _join_bits([part.more for part in parts], lengths)
+    low = _join_bits([part.low for part in parts], lengths)
+    edges = [0, *accumulate(lengths)]
+    at, ends = edges[:-1], edges[1:]
+    due = [part.large.count for part in parts]
+    levels: list[tuple[Flags, Bytes]] = []
+    while live := [number for number, count in enumerate(due) if count]:
+        spans = [slice(at[number], at[number] + due[number]) for number in live]
+        beyond = any(span.stop > ends[number] for number, span in zip(live, spans, strict=True))
+        if beyond or len(levels) == 8 * dtype.itemsize - 1:
             raise CodecError("magnitudes do not end")
-        levels.append(flags[at : at + due])
-        at += due
-        due = int(np.count_nonzero(levels[-1]))
-    if at != flags.size:
+        level = np.concatenate([more[span] for span in spans])
+        levels.append((level.view(np.bool_), np.concatenate([low[span] for span in spans])))
+        sizes = [due[number] for number in live]
+        go_on = np.add.reduceat(level, [0, *accumulate(sizes[:-1])], dtype=np.int64).tolist()
+        for number, count in zip(live, go_on, strict=True):
+            at[number] += due[number]
+            due[number] = count
+    if at != ends:
         raise CodecError("magnitudes end early")
-    low = reader.bits(at)
     magnitudes = np.empty(0, dtype)
-    for level in reversed(levels):
-        at -= level.size
+    for flags, bits in reversed(levels):
         above = magnitudes
-        magnitudes = np.ones(level.size, dtype)
-        magnitudes[where(level)] = above
+        magnitudes = np.ones(flags.size, dtype)
+        magnitudes[where(flags)] = above
         magnitudes <<= 1
-        magnitudes |= low[at : at + level.size]
+        magnitudes |= bits
     return magnitudes
 
 
@@ -561,16 +681,10 @@ def is_large(body: bytes, bits: Bits) -> bool:
     return len(body) * 2 > bits.nbytes
 
 
-def decode_block(
-    method: int,
-    body: memoryview,
-    base: Bits | None,
-    out: Bits,
-    dtype: str,
-) -> Positions | None:
-    """Write the block into `out`, reading `base` where the method needs it; return the changed positions.
+def decode_block(method: int, body: memoryview, base: Bits | None, out: Bits, dtype: str) -> None:
+    """Write a block that is not sparse into `out`, reading `base` where the method needs it.
 
-    None where any may have changed. Raises CodecError.
+    Raises CodecError.
     """
     if method == RAW:
         reader = StreamReader(body)
@@ -580,16 +694,10 @@ def decode_block(
         raise CodecError(f"method {method} needs a base, a full state has none")
     elif method == SKIP:
         out[:] = base
-        return np.empty(0, np.int64)
-    elif method == SPARSE:
-        changes = decode_changes(body, out.size, out.dtype)
-        apply(base, changes, dtype, out)
-        return changes.index
     elif method == DENSE:
         out[:] = move(base, _decode_dense(body, out.size, out.dtype), dtype)
     else:
         raise CodecError(f"method {method} is unknown, update this node")
-    return None
 
 
 def _turn(work: int, turn: Turn) -> Turn:
@@ -613,12 +721,26 @@ def _decode_dense(body: memoryview, size: int, dtype: np.dtype[Any]) -> Bits:
     return moves
 
 
-def decode_changes(body: memoryview, size: int, dtype: np.dtype[Any]) -> Changes:
-    """Decode the body of a sparse block of `size` elements. Raises CodecError."""
-    reader = StreamReader(body)
-    index = read_positions(reader, size)
-    if not index.size:
-        raise CodecError("a sparse block without a change")
-    moves = read_moves(reader, index.size, dtype)
-    reader.finish()
-    return Changes(index, moves)
+def decode_changes(
+    blocks: Sequence[tuple[memoryview, slice]], dtype: np.dtype[Any]
+) -> tuple[Changes, list[slice]]:
+    """Decode the bodies of sparse blocks, which fill the given parts of their tensors.
+
+    Returns the changes of all, with positions in their tensors, and the part of these for each block. At each
+    operation on an array threads wait for each other's interpreter lock, so all blocks share the operations.
+    Raises CodecError.
+    """
+    positions: list[CodedPositions] = []
+    moves: list[CodedMoves] = []
+    for body, part in blocks:
+        reader = StreamReader(body)
+        coded = read_positions(reader, part.stop - part.start)
+        if not coded.count:
+            raise CodecError("a sparse block without a change")
+        positions.append(coded)
+        moves.append(read_moves(reader, coded.count, 8 * dtype.itemsize))
+        reader.finish()
+    index = join_positions(positions, [part.start for _, part in blocks])
+    edges = accumulate((coded.count for coded in positions), initial=0)
+    changes = Changes(index, join_moves(moves, dtype))
+    return changes, [slice(start, end) for start, end in pairwise(edges)]

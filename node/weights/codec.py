@@ -7,8 +7,11 @@ Equal input gives equal bytes, with any number of threads, with or without a hin
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +19,10 @@ from numpy.typing import NDArray
 from ...protocol.manifests import TensorInfo
 from .blocks import (
     ALONE,
-    FEW_CHANGES,
+    BLOCK,
     SKIP,
     SPARSE,
     Bits,
-    Changes,
     Positions,
     decode_block,
     decode_changes,
@@ -53,18 +55,24 @@ MANY_CHANGED = 8
 """A tensor with more than one changed element in this many counts as changed everywhere."""
 
 LARGE = 4 * HUGE_PAGE
+"""Bytes from which a tensor is aligned to huge pages."""
+
+KEPT = 1 << 16
 """Bytes from which the memory of a discarded tensor is kept for the next version: new pages are zeroed first,
-which takes a quarter of the time of an update."""
+which takes a quarter of the time of an update. The C library keeps that of smaller ones."""
 _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 """Memory of discarded tensors, by size; a node holds at most that of two versions at a time."""
 
-NONE = np.empty(0, np.int64)
-"""No positions."""
-
+T = TypeVar("T")
 Done = Callable[[str, Tensor], None]
 """Called with each tensor, and its name, once it is complete, in the thread that decoded it."""
 Coded = tuple[slice, int, memoryview]
 """The elements of a block, its method and body."""
+
+TOGETHER = 1 << 17
+"""Bytes of sparse blocks that are decoded together: for more, arrays would leave the cache."""
+MOST_TOGETHER = 16 * BLOCK
+"""Elements of such blocks, which bounds the memory for what hostile bytes may announce."""
 
 
 def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
@@ -162,25 +170,50 @@ def _decode(
     reader.header(kind, layout)
     state: dict[str, Tensor] = {}
     changed: dict[str, Positions | None] = {}
-    jobs = _decode_jobs(base, reader, layout, state, done)
-    for name, positions in ordered(_decode_tensor, jobs, threads):
-        changed[name] = positions
+    tensors = _coded_tensors(base, reader, layout, state)
+    jobs = ((group, done) for group in _together(tensors, _weigh_tensor))
+    for group in ordered(_decode_tensors, jobs, threads):
+        changed |= group
     reader.finish()
     return state, changed
 
 
-def _decode_jobs(
+@dataclass
+class _CodedTensor:
+    """A tensor to decode."""
+
+    name: str
+    base: Tensor | None
+    out: Tensor
+    sparse: list[Coded]
+    others: list[Coded]
+    """Blocks of other methods."""
+    changed: int = 0
+    """Number of changes in sparse blocks so far, and their positions, unless they are many."""
+    positions: list[Positions] = field(default_factory=list[Positions])
+
+    def write(self, positions: Positions, bits: Bits) -> None:
+        """Write changed elements into a copy of the base."""
+        self.out.data[positions] = bits
+        self.changed += positions.size
+        self.positions.append(positions)
+        if self.changed * MANY_CHANGED > self.out.data.size:
+            self.positions.clear()
+
+
+_SparseBlock = tuple[_CodedTensor, slice, memoryview]
+"""A tensor, the part of it that a sparse block changes, and the block's body."""
+
+
+def _coded_tensors(
     base: State | None,
     reader: PayloadReader,
     layout: Sequence[Layout],
     state: dict[str, Tensor],
-    done: Done | None,
-) -> Iterator[tuple[str, list[Coded], list[Changes], Tensor | None, Tensor, Done | None]]:
-    """Yield arguments of _decode_tensor(); put the tensors to fill into `state`.
+) -> Iterator[_CodedTensor]:
+    """Yield the tensors to decode; put those, and unchanged ones, into `state`.
 
-    A tensor is allocated once all its blocks have been read, and not at all if it is unchanged. Blocks of few
-    changes are decoded here, in the one thread that iterates: it is short calls, at each of which threads
-    would wait for each other's interpreter lock.
+    A tensor is allocated once all its blocks have been read, and not at all if it is unchanged.
     """
     for name, dtype, shape in layout:
         old = None if base is None else base[name]
@@ -188,53 +221,88 @@ def _decode_jobs(
         if old is not None and all(method == SKIP for _, method, _ in blocks):
             state[name] = old
             continue
-        few: list[Changes] = []
-        others: list[Coded] = []
-        for part, method, body in blocks:
-            if old is not None and method == SPARSE and len(body) < FEW_CHANGES:
-                with _of_tensor(name):
-                    changes = decode_changes(body, part.stop - part.start, BITS[dtype])
-                few.append(Changes(changes.index + part.start, changes.moves))
-            else:
-                others.append((part, method, body))
         state[name] = Tensor(dtype, shape, _allocate(name, dtype, shape))
-        yield name, others, few, old, state[name], done
+        sparse = [block for block in blocks if old is not None and block[1] == SPARSE]
+        others = [block for block in blocks if old is None or block[1] != SPARSE]
+        yield _CodedTensor(name, old, state[name], sparse, others)
 
 
-def _decode_tensor(
-    name: str,
-    blocks: list[Coded],
-    few: list[Changes],
-    base: Tensor | None,
-    out: Tensor,
-    done: Done | None,
-) -> tuple[str, Positions | None]:
-    """Fill `out` from `base`, changed by `few` and coded `blocks`, and call `done`.
+def _together(items: Iterable[T], weigh: Callable[[T], tuple[int, int]]) -> Iterator[list[T]]:
+    """Group neighbours whose blocks are short; `weigh` returns their bytes and elements."""
+    group: list[T] = []
+    size = elements = 0
+    for item in items:
+        more = weigh(item)
+        group.append(item)
+        size, elements = size + more[0], elements + more[1]
+        if size >= TOGETHER or elements >= MOST_TOGETHER:
+            yield group
+            group, size, elements = [], 0, 0
+    if group:
+        yield group
 
-    Returns the tensor's name and changed positions, None for many of them.
+
+def _weigh_tensor(tensor: _CodedTensor) -> tuple[int, int]:
+    blocks = (*tensor.sparse, *tensor.others)
+    return sum(len(body) for _, _, body in blocks), tensor.out.data.size
+
+
+def _weigh_block(block: _SparseBlock) -> tuple[int, int]:
+    _, part, body = block
+    return len(body), part.stop - part.start
+
+
+def _decode_tensors(
+    group: Sequence[_CodedTensor], done: Done | None
+) -> dict[str, Positions | None]:
+    """Fill tensors from their bases and blocks, and call `done` with each.
+
+    Returns the positions that changed by name, None for many of them.
     """
-    written: list[Positions | None] = []
-    if base is not None and (few or any(method == SKIP for _, method, _ in blocks)):
-        np.copyto(out.data, base.data)
-    if base is not None and few:
-        index = np.concatenate([changes.index for changes in few])
-        moves = np.concatenate([changes.moves for changes in few])
-        out.data[index] = move(base.data[index], moves, out.dtype)
-        written.append(index)
-    for part, method, body in blocks:
-        if base is not None and method == SKIP:
-            continue
-        old = None if base is None else base.data[part]
-        with _of_tensor(name):
-            positions = decode_block(method, body, old, out.data[part], out.dtype)
-        written.append(None if positions is None else positions + part.start)
-    if done is not None:
-        done(name, out)
-    known = [positions for positions in written if positions is not None]
-    count = sum(positions.size for positions in known)
-    if len(known) < len(written) or count * MANY_CHANGED > out.data.size:
-        return name, None
-    return name, known[0] if len(known) == 1 else np.sort(np.concatenate([NONE, *known]))
+    for tensor in group:
+        copied = tensor.sparse or any(method == SKIP for _, method, _ in tensor.others)
+        if copied and tensor.base is not None:
+            np.copyto(tensor.out.data, tensor.base.data)
+    blocks = ((tensor, part, body) for tensor in group for part, _, body in tensor.sparse)
+    for dtype, alike in groupby(blocks, lambda block: block[0].out.dtype):
+        for batch in _together(alike, _weigh_block):
+            _decode_sparse(batch, dtype)
+    changed: dict[str, Positions | None] = {}
+    for tensor in group:
+        _decode_others(tensor)
+        if done is not None:
+            done(tensor.name, tensor.out)
+        known = tensor.positions
+        if not known or any(method != SKIP for _, method, _ in tensor.others):
+            changed[tensor.name] = None
+        else:
+            changed[tensor.name] = known[0] if len(known) == 1 else np.concatenate(known)
+    return changed
+
+
+def _decode_sparse(blocks: Sequence[_SparseBlock], dtype: str) -> None:
+    """Decode sparse blocks together, and write them over copies of their bases."""
+    try:
+        changes, parts = decode_changes([(body, part) for _, part, body in blocks], BITS[dtype])
+    except CodecError:
+        for tensor, part, body in blocks:  # find out whose it is
+            with _of_tensor(tensor.name):
+                decode_changes([(body, part)], BITS[dtype])
+        raise
+    bits = np.empty_like(changes.moves)
+    for (tensor, _, _), part in zip(blocks, parts, strict=True):
+        tensor.out.data.take(changes.index[part], out=bits[part], mode="clip")  # none is clipped
+    bits = move(bits, changes.moves, dtype)
+    for (tensor, _, _), part in zip(blocks, parts, strict=True):
+        tensor.write(changes.index[part], bits[part])
+
+
+def _decode_others(tensor: _CodedTensor) -> None:
+    for part, method, body in tensor.others:
+        if tensor.base is None or method != SKIP:
+            old = None if tensor.base is None else tensor.base.data[part]
+            with _of_tensor(tensor.name):
+                decode_block(method, body, old, tensor.out.data[part], tensor.out.dtype)
 
 
 @contextlib.contextmanager
@@ -250,7 +318,7 @@ def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:
     """Allocate elements to be written; of a large tensor in memory of one that is gone, if there is any."""
     size = numel(shape) * BITS[dtype].itemsize
     try:
-        if size < LARGE:
+        if size < KEPT:
             return np.empty(size, np.uint8).view(BITS[dtype])
         memory = _pages(size)
     except MemoryError as error:
@@ -263,10 +331,12 @@ def _allocate(name: str, dtype: str, shape: tuple[int, ...]) -> Bits:
 
 
 def _pages(size: int) -> NDArray[np.uint8]:
-    """Return `size` bytes that begin at a huge page."""
+    """Return `size` bytes; many begin at a huge page."""
     try:
         return _idle[size].pop()
     except IndexError:
+        if size < LARGE:
+            return np.empty(size, np.uint8)
         memory = np.empty(size + HUGE_PAGE, np.uint8)
         start = -memory.ctypes.data % HUGE_PAGE
         return memory[start : start + size]

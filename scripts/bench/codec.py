@@ -1,6 +1,7 @@
 """Measure size and speed of the delta codec and of other formats on the same tensors.
 
     python scripts/bench/codec.py [--quick] [--threads N] [--synthetic] [--json FILE]
+    python scripts/bench/codec.py --stages SHAPE [--quick] [--json FILE]
 
 Deltas are synthetic, of several densities, and those of real optimizer steps: bf16 bits before and after one
 step. All formats get the same tensors and threads, make blocks of the same size, and end with the BLAKE3 digest
@@ -9,17 +10,26 @@ bytes of the whole model in wall time and, as that is less sensitive to other lo
 second of all threads and processes. Speeds are judged as ratios to copying the same bytes with as many threads
 (memcpy into previously written memory), before and after the measured calls. The bound is the order-0 entropy
 of the gaps between changed weights plus that of the sizes of their changes.
+
+--stages measures the CPU stages of one version instead, from the trainer's snapshot to the worker's engine, for
+steps of Adam's size: with one and two threads, and with two beside a thread of plain Python, as a node's event
+loop is one: each stage then waits for the lock of the interpreter, and that thread for the stage. Its remaining
+speed is the last column.
 """
 
 import argparse
+import asyncio
 import gc
 import tempfile
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -28,15 +38,28 @@ from numpy.typing import NDArray
 
 from primerl.crypto.hashing import NO_DIGEST
 from primerl.node.config.run import TrainingConfig
+from primerl.node.inference.handover import make_delta, shared_file
 from primerl.node.models.huggingface import create, load_model, policy_state
+from primerl.node.process.threads import share_python
+from primerl.node.storage.chunk_store import FileStore
+from primerl.node.trainer.publisher import STORED_AT_ONCE
 from primerl.node.weights.blocks import BLOCK, measure
-from primerl.node.weights.codec import CODEC, encode_full
+from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.encoders import Encoders
-from primerl.node.weights.payload import ordered
+from primerl.node.weights.payload import cut, ordered
 from primerl.node.weights.replica import Policy, WeightReplica, prove
-from primerl.node.weights.state import State, Tensor, state_bytes, state_digest, tensor_digest
+from primerl.node.weights.state import (
+    Changed,
+    State,
+    Tensor,
+    floats,
+    state_bytes,
+    state_digest,
+    tensor_digest,
+)
+from primerl.node.weights.state_history import StateHistory
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
-from primerl.scripts.bench.models import SHAPES
+from primerl.scripts.bench.models import SHAPES, random_policy
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 
 DEVIATION = 0.02
@@ -562,6 +585,179 @@ def judge(rows: Sequence[Row], threads: int) -> list[Goal]:
     ]
 
 
+# -- stages of a version ------------------------------------------------------------------------------
+
+CHUNK = 4 << 20
+"""weights.chunk_mib."""
+STAGE_RATES = (1e-6, 3e-6, 1e-5)
+ANNOUNCED_S, LOADED_S = 0.25, 0.2
+"""Goals for both halves of the way, on a host with a GPU; these stages are not all of it."""
+
+
+Stage = Callable[[int, Encoders], object]
+"""Arguments: threads, and encoders of as many."""
+
+
+class Busy:
+    """A thread of plain Python that counts its turns while a block runs."""
+
+    def __enter__(self) -> "Busy":
+        self.turns, self._ends = 0, False
+        self._thread = threading.Thread(target=self._run)
+        self._began = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends = True
+        self._thread.join()
+        self.speed = self.turns / (time.perf_counter() - self._began)
+
+    def _run(self) -> None:
+        while not self._ends:
+            sum(range(500))
+            self.turns += 1
+
+
+@dataclass
+class StageRow:
+    """Seconds of one stage, the least of some calls."""
+
+    rate: float
+    changed: float
+    stage: str
+    alone_s: float
+    """With one thread."""
+    threads_s: float
+    """With two."""
+    beside_s: float
+    """With two, beside a thread of plain Python."""
+    left: float
+    """Share of its speed that is left to that thread."""
+
+
+def adam_step(
+    state: State, rate: float, rng: np.random.Generator
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return `state`, of fp32 masters that round to about its values, before and after a step of `rate`."""
+    before: dict[str, Tensor] = {}
+    after: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        size = tensor.data.size
+        masters = floats(tensor) * (1 + rng.uniform(-(2**-9), 2**-9, size)).astype(np.float32)
+        moves = np.float32(rate) * np.clip(rng.standard_normal(size, np.float32), -1, 1)
+        before[name] = Tensor(tensor.dtype, tensor.shape, to_bf16(masters))
+        after[name] = Tensor(
+            tensor.dtype, tensor.shape, to_bf16((masters + moves).astype(np.float32))
+        )
+    return before, after
+
+
+def stages_of(base: Policy, new: Policy, changed: Changed, directory: Path) -> dict[str, Stage]:
+    """Return each stage, in order."""
+    known = {name: positions for name, positions in changed.items() if positions is not None}
+    chunks = list(cut(encode_delta(base.state, new.state, changed=changed), CHUNK))
+    manifest, artifact = _manifest(new, "delta", base, chunks)
+    numbers = iter(range(10**6))
+
+    def encode(threads: int, encoders: Encoders) -> object:
+        return list(cut(encoders.encode_delta(base.state, new.state, known), CHUNK))
+
+    def store(threads: int, _: Encoders) -> object:
+        files = FileStore(directory / f"{next(numbers)}", max_bytes=1 << 40)
+        return list(ordered(files.put, ((chunk,) for chunk in chunks), STORED_AT_ONCE))
+
+    def hold(_threads: int, _: Encoders) -> object:
+        history = StateHistory(2)
+        history.add(0, base.state)
+        history.add(1, new.state, known)
+        return history
+
+    def hand_over(_threads: int, _: Encoders) -> object:
+        async def write() -> None:
+            delta = make_delta(new.state, changed, ())
+            async with shared_file(delta.tensors, delta.metadata):
+                pass
+
+        return asyncio.run(write())
+
+    return {
+        "trainer: hash": lambda threads, _: prove(1, new.state, known=base, threads=threads),
+        "trainer: encode": encode,
+        "trainer: store": store,
+        "trainer: hold for audits": hold,
+        "worker: decode and prove": lambda threads, _: (
+            WeightReplica(base, threads=threads).prepare(manifest, artifact, iter(chunks)).policy
+        ),
+        "worker: file for the engine": hand_over,
+    }
+
+
+def measure_stages(options: argparse.Namespace) -> Iterator[StageRow]:
+    """Yield every stage at each rate."""
+    share_python()  # as a node
+    with Busy() as busy:
+        time.sleep(0.5)
+    usual, repeats = busy.speed, 3 if options.quick else 9
+    with tempfile.TemporaryDirectory() as name, Encoders(1) as single, Encoders(2) as double:
+        state = random_policy(Path(name), options.stages)
+        for rate in STAGE_RATES[-1:] if options.quick else STAGE_RATES:
+            before, after = adam_step(state, rate, np.random.default_rng(0))
+            changed = {
+                key: positions
+                for key, tensor in before.items()
+                for positions in (np.flatnonzero(tensor.data != after[key].data),)
+                if positions.size
+            }
+            base = prove(0, before)
+            unchanged = {key: before[key] for key in before.keys() - changed.keys()}
+            new = prove(1, {**after, **unchanged}, known=base)
+            count = sum(positions.size for positions in changed.values())
+            share = 2 * count / state_bytes(before)
+            for stage, call in stages_of(base, new, changed, Path(name)).items():
+                spent: list[float] = []
+                for threads, encoders, beside in ((1, single, 0), (2, double, 0), (2, double, 1)):
+                    speeds: list[float] = []
+                    seconds: list[float] = []
+                    result = call(threads, encoders)  # warms up
+                    for _ in range(repeats):
+                        with Busy() if beside else nullcontext() as busy:
+                            began = time.perf_counter()
+                            result = call(threads, encoders)
+                            seconds.append(time.perf_counter() - began)
+                        if busy is not None:
+                            speeds.append(busy.speed / usual)
+                    del result
+                    spent.append(min(seconds))
+                yield StageRow(rate, share, stage, *spent, median(speeds))  # pyright: ignore
+
+
+def run_stages(options: argparse.Namespace) -> int:
+    """Measure, print and judge the stages."""
+    rows: list[StageRow] = []
+    for row in measure_stages(options):
+        if not rows or rows[-1].rate != row.rate:
+            print(f"\n{options.stages}, lr {row.rate:g}: {row.changed:.1%} changed")
+            print(f"{'s':30}{'1 thread':>12}{'2 threads':>12}{'beside':>12}{'left to it':>12}")
+        rows.append(row)
+        print(
+            f"{row.stage:30}{row.alone_s:12.3f}{row.threads_s:12.3f}{row.beside_s:12.3f}"
+            f"{row.left:12.0%}",
+            flush=True,
+        )
+    last = [row for row in rows if row.rate == rows[-1].rate]
+    goals = [
+        at_most(
+            f"{side}, lr {last[0].rate:g}, beside a busy thread",
+            sum(row.beside_s for row in last if row.stage.startswith(side)),
+            goal,
+            "s",
+        )
+        for side, goal in (("trainer", ANNOUNCED_S), ("worker", LOADED_S))
+    ]
+    return conclude([asdict(row) for row in rows], goals, options.json)
+
+
 def pairs(options: argparse.Namespace) -> Iterator[Pair]:
     """Yield all pairs to measure."""
     yield from synthetic((8 if options.quick else 64) << 20)
@@ -576,7 +772,12 @@ def main() -> int:
         "--synthetic", action="store_true", help="no training: synthetic deltas only"
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--stages", choices=sorted(SHAPES), help="measure the stages of a version of this shape"
+    )
     options = parser.parse_args()
+    if options.stages:
+        return run_stages(options)
     options.repeats = 1 if options.quick else 3
     rows: list[Row] = []
     with Encoders(options.threads) as options.encoders:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.adapters import PREFIX, A, B, narrow
+from primerl.node.weights.blocks import SPARSE, decode_block, decode_changes, move
 from primerl.node.weights.codec import CODEC, apply_delta
 from primerl.node.weights.payload import Payload
 from primerl.node.weights.state import BITS, State, Tensor, digests, numel, state_digest
@@ -172,6 +174,19 @@ LAYERS = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj")
 ADAPTER_SHAPES = {"model.embed.weight": (7, 24), "model.norm.weight": (24,)} | {
     f"{layer}.weight": (40, 24) for layer in LAYERS
 }
+
+
+def decoded_block(
+    method: int, body: bytes, base: NDArray[Any], dtype: str
+) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+    """Decode one block of any method: the new bits, and where they changed, if that is known."""
+    out = base.copy()
+    if method != SPARSE:
+        decode_block(method, memoryview(body), base, out, dtype)
+        return out, None
+    changes, _ = decode_changes([(memoryview(body), slice(0, base.size))], base.dtype)
+    out[changes.index] = move(base[changes.index], changes.moves, dtype)
+    return out, changes.index
 
 
 def contract(**changes: Any) -> AdapterContract:

@@ -18,10 +18,12 @@ from primerl.node.weights.blocks import (
     Changes,
     StreamReader,
     StreamWriter,
-    decode_block,
+    decode_changes,
     encode_block,
     encode_changes,
     find,
+    join_moves,
+    join_positions,
     max_body,
     read_moves,
     read_positions,
@@ -40,7 +42,9 @@ def test_positions_of_any_density_come_back(share: float) -> None:
     writer = StreamWriter()
     write_positions(writer, where(flags), flags.size)
     body = writer.finish()
-    assert np.array_equal(read_positions(StreamReader(body), flags.size), np.flatnonzero(flags))
+    if flags.any():
+        coded = read_positions(StreamReader(body), flags.size)
+        assert np.array_equal(join_positions([coded], [0]), np.flatnonzero(flags))
     mean = flags.mean()
     if 0 < mean < DENSE_FROM:
         bound = -(mean * np.log2(mean) + (1 - mean) * np.log2(1 - mean)) * flags.size
@@ -58,7 +62,8 @@ def test_moves_of_any_size_come_back(most: int, dtype: str) -> None:
     moves[[7, 50_000]] = np.iinfo(dtype).max
     writer = StreamWriter()
     write_moves(writer, moves)
-    assert (read_moves(StreamReader(writer.finish()), moves.size, moves.dtype) == moves).all()
+    coded = read_moves(StreamReader(writer.finish()), moves.size, 8 * moves.itemsize)
+    assert (join_moves([coded], moves.dtype) == moves).all()
 
 
 # -- blocks --------------------------------------------------------------------------------------
@@ -98,9 +103,7 @@ def test_delta_is_within_5_percent_of_the_entropy_of_gaps_and_moves(share: float
     bound = entropy(np.diff(changes.index, prepend=-1)) + entropy(changes.moves)
     # The gaps of a thousand changes have more values than changes: their frequencies say too little.
     assert 8 * len(body) < (1.05 if changes.index.size > 5000 else 1.15) * bound
-    out = np.empty_like(base)
-    decode_block(method, memoryview(body), base, out, "BF16")
-    assert (out == new).all()
+    assert (cases.decoded_block(method, body, base, "BF16")[0] == new).all()
 
 
 @pytest.mark.parametrize(("share", "method"), [(0.2, SPARSE), (1.0, SPARSE), (40.0, DENSE)])
@@ -111,8 +114,7 @@ def test_changes_are_coded_as_the_block_is(share: float, method: int) -> None:
     assert coded == encode_changes(changes, BLOCK)
     assert coded == encode_block(base, new, "BF16", changes.index)
     assert coded[0] == method
-    out = np.empty_like(base)
-    told = decode_block(method, memoryview(coded[1]), base, out, "BF16")
+    out, told = cases.decoded_block(*coded, base, "BF16")
     assert np.array_equal(out, new)
     if method == DENSE:
         assert told is None
@@ -145,6 +147,29 @@ def test_no_body_is_longer_than_a_decoder_accepts(dtype: str, size: int) -> None
     for part in (new, np.where(np.arange(size) % 7 < 4, new, base)):
         method, body = encode_changes(changes_of(base, part, dtype), size)
         assert len(body) <= max_body(size, bits.itemsize)
-        out = np.empty_like(base)
-        decode_block(method, memoryview(body), base, out, dtype)
-        assert (out == part).all()
+        assert (cases.decoded_block(method, body, base, dtype)[0] == part).all()
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F32", "F64"])
+def test_blocks_that_are_decoded_together_come_back_as_each_alone(dtype: str) -> None:
+    """Of any density, with bitmaps and shifts that differ, and with moves of one and of many levels."""
+    rng = np.random.default_rng(3)
+    bits = cases.BITS[dtype]
+    coded: list[tuple[memoryview, slice]] = []
+    expected: list[Changes] = []
+    for number, share in enumerate((0.3, 1e-3, 0.02, 0.02, 0.6, 1e-5, 0.1)):
+        size, start = 3001 * (number + 1), 10_000 * (number % 3)
+        index = np.flatnonzero(rng.random(size) < share)
+        index = index if index.size else np.array([size - 1])
+        moves = rng.geometric(0.3 + 0.1 * number, index.size).astype(bits)
+        moves[moves == 0] = 1
+        moves[0] = np.iinfo(bits).max
+        method, body = encode_changes(Changes(index, moves), size)
+        assert method == SPARSE
+        coded.append((memoryview(body), slice(start, start + size)))
+        expected.append(Changes(index + start, moves))
+    changes, parts = decode_changes(coded, bits)
+    assert len(parts) == len(expected)
+    for part, alone in zip(parts, expected, strict=True):
+        assert np.array_equal(changes.index[part], alone.index)
+        assert np.array_equal(changes.moves[part], alone.moves)

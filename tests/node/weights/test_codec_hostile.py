@@ -14,9 +14,11 @@ from support import weights_cases as cases
 from primerl.crypto.hashing import digest
 from primerl.node.weights import blocks
 from primerl.node.weights.codec import decode_full, encode_delta, encode_full
+from primerl.node.weights.payload import framed
 from primerl.node.weights.state import CodecError, State
 from primerl.protocol.manifests import TensorInfo
 
+WORD = np.dtype("<u2")
 MAGICLESS = zstandard.FORMAT_ZSTD1_MAGICLESS
 
 
@@ -88,9 +90,14 @@ def test_full_state_cannot_refer_to_a_base() -> None:
 
 def refuse_sparse(writer: blocks.StreamWriter, why: str) -> None:
     """The body in `writer` is refused for a block of 1000 elements."""
-    base = np.zeros(1000, "<u2")
+    hostile = (memoryview(writer.finish()), slice(0, 1000))
     with pytest.raises(CodecError, match=why):
-        blocks.decode_block(blocks.SPARSE, memoryview(writer.finish()), base, base.copy(), "BF16")
+        blocks.decode_changes([hostile], WORD)
+    method, body = blocks.encode_changes(blocks.Changes(np.array([2]), np.ones(1, WORD)), 9)
+    assert method == blocks.SPARSE
+    sound = (memoryview(body), slice(0, 9))
+    with pytest.raises(CodecError):
+        blocks.decode_changes([sound, hostile, sound], WORD)
 
 
 def flags(*ones: int, size: int = 0) -> NDArray[np.bool_]:
@@ -112,6 +119,13 @@ def places(count: int, shift: int, low: list[int], ones: NDArray[np.bool_]) -> b
     return writer
 
 
+def with_small_moves(writer: blocks.StreamWriter, count: int) -> blocks.StreamWriter:
+    """Append `count` moves of one up."""
+    writer.bits(np.zeros(count, np.bool_))
+    writer.number(0)
+    return writer
+
+
 @pytest.mark.parametrize(
     ("count", "shift", "low", "ones", "why"),
     [
@@ -130,7 +144,7 @@ def places(count: int, shift: int, low: list[int], ones: NDArray[np.bool_]) -> b
 def test_positions_outside_the_block_are_refused(
     count: int, shift: int, low: list[int], ones: NDArray[np.bool_], why: str
 ) -> None:
-    refuse_sparse(places(count, shift, low, ones), why)
+    refuse_sparse(with_small_moves(places(count, shift, low, ones), min(count, 9)), why)
 
 
 def test_sparse_block_must_change_something() -> None:
@@ -166,6 +180,17 @@ def test_magnitudes_must_end_within_their_width() -> None:
     refuse_sparse(far_moves(2, [flags(0, 1)] * 16, 32), "do not end")
     refuse_sparse(far_moves(2, [flags(0, 1)] * 17, 34), "34 or more bits of magnitudes")
     refuse_sparse(far_moves(2, [flags(size=2)], 99), "after the end of a block")
+
+
+def test_the_tensor_is_named_whose_block_among_many_is_bad() -> None:
+    base = {name: cases.like_a_model(1, 5000) for name in "abcd"}
+    new = {name: cases.stepped(tensor, 2, 0.01) for name, tensor in base.items()}
+    payload = list(encode_delta(base, new))
+    assert all(part[0] == blocks.SPARSE for part in payload[1:])
+    bad = with_small_moves(places(2, 0, [], flags(1)), 2)
+    payload[3] = framed(blocks.SPARSE, bad.finish())
+    with pytest.raises(CodecError, match=r"^c: 2 positions announced, 1 found"):
+        cases.applied(base, payload, cases.infos(new))
 
 
 def test_unknown_method_and_garbage_after_a_block_are_refused() -> None:
@@ -277,10 +302,8 @@ def test_stream_longer_than_its_plane_is_refused() -> None:
     st.sampled_from([blocks.SPARSE, blocks.DENSE, blocks.RAW]),
 )
 def test_any_body_decodes_to_its_block_or_is_refused(body: bytes, size: int, method: int) -> None:
-    base = np.zeros(size, "<u2")
-    out = np.full(size, 9, "<u2")
     try:
-        changed = blocks.decode_block(method, memoryview(body), base, out, "BF16")
+        out, changed = cases.decoded_block(method, body, np.zeros(size, "<u2"), "BF16")
     except CodecError:
         return
     if method == blocks.SPARSE:

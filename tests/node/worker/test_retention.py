@@ -2,7 +2,9 @@
 
 import asyncio
 import tempfile
+from itertools import count
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -41,12 +43,13 @@ class Kept:
         max_bytes: int = 1 << 30,
         *,
         is_slow: bool = False,
+        store: MemoryStore | None = None,
     ) -> None:
         """`is_slow`: versions are published without waiting for snapshots."""
         self._is_slow = is_slow
         self.ledger = Ledger(directory / "ledger.db", fsync=False)
         self.book = HeadStore(TrustedRun(RUN, KEY.node_id), self.ledger)
-        self.store = MemoryStore(max_bytes=max_bytes)
+        self.store = store or MemoryStore(max_bytes=max_bytes)
         self.pinned: set[bytes] = set()
         self.publisher = Publisher(
             bare_services(
@@ -115,6 +118,35 @@ def test_every_version_that_is_promised_can_be_reached_from_nothing_and_from_any
 
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(live(Path(directory)))
+
+
+class WaitsForTheNext(MemoryStore):
+    """A disk that is not done with the first chunk before the next one comes."""
+
+    def __init__(self) -> None:
+        super().__init__(max_bytes=1 << 30)
+        self._puts = count()
+        self._second = Event()
+
+    def put(self, data: bytes) -> bytes:
+        """Keep `data`."""
+        if next(self._puts):
+            self._second.set()
+        else:
+            assert self._second.wait(30.0), "chunks are stored one by one"
+        return super().put(data)
+
+
+async def test_chunks_are_stored_side_by_side_and_listed_in_their_order(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, WeightsConfig(chunk_mib=0.001), store=WaitsForTheNext())
+    await kept.publish(0, 0.1)
+    head = kept.book.latest()
+    assert head is not None
+    manifest = kept.book.manifest(head)
+    assert manifest is not None
+    assert len(manifest.artifacts[0].chunks) > 2
+    assert cases.same(kept.reach(0).state, drifted(WORDS, 0.1, 0))
+    kept.ledger.close()
 
 
 async def test_only_the_newest_states_stay_in_memory(tmp_path: Path) -> None:
