@@ -66,7 +66,10 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
 
     `announce` is called once with the join ticket. Raises NodeError, KeyFileError.
     """
+    from ..inference.engine_replica import EngineTimeouts
+    from ..inference.hosted import AUDITOR, begun_ahead
     from . import rundir
+    from .factories import auditing, make_auditor, sandboxed
     from .trainer import TrainerNode
 
     check_monitors(config.monitors)
@@ -76,8 +79,15 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
         data_dir = config.data_dir or directory / "trainer"
         configure(config.log, directory / "logs" / "trainer.jsonl")
         share_python()
-        node = TrainerNode(config, load_key(data_dir), data_dir, announce)
-        await node.run()
+        factories = sandboxed(config, judged=True)
+        auditor = auditing(config).model_copy(
+            update={"dp": 1, "batch_invariant": config.worker_engine.batch_invariant}
+        )
+        timeouts = EngineTimeouts(load_s=factories.timeouts.audit_s)
+        async with begun_ahead(auditor, AUDITOR, timeouts) as ahead:
+            factories = replace(factories, auditor=partial(make_auditor, ahead=ahead))
+            node = TrainerNode(config, load_key(data_dir), data_dir, announce, factories)
+            await node.run()
     return directory
 
 
@@ -88,7 +98,7 @@ async def join(config: JoinConfig, ticket: Callable[[], Awaitable[str]] | None =
     Raises NodeError, KeyFileError.
     """
     from ..inference.build import build_engine
-    from ..inference.hosted import begin_ahead
+    from ..inference.hosted import begun_ahead
     from .factories import sandboxed
     from .validator import ValidatorNode
     from .worker import WorkerNode
@@ -99,17 +109,13 @@ async def join(config: JoinConfig, ticket: Callable[[], Awaitable[str]] | None =
     configure(config.log, data_dir / "logs" / f"{'worker' if is_worker else 'validator'}.jsonl")
     share_python()
     factories, kind = sandboxed(config), WorkerNode if is_worker else ValidatorNode
-    ahead = await begin_ahead(config.engine) if ticket and is_worker else None
-    try:
-        if ahead is not None:
-            factories = replace(factories, engine=partial(build_engine, ahead=ahead))
+    early = begun_ahead(config.engine) if ticket and is_worker else nullcontext()
+    async with early as ahead:
+        factories = replace(factories, engine=partial(build_engine, ahead=ahead))
         if ticket is not None:
             config = config.model_copy(update={"ticket": await ticket()})
         node = kind(config, load_key(data_dir), data_dir, factories)
         await node.run()
-    finally:
-        if ahead is not None:
-            await ahead.kill()
     return node.farewell
 
 

@@ -26,6 +26,7 @@ from ..errors import UsageError
 from ..gpus import usable
 from ..inference.build import build_engine
 from ..inference.engine import Engine
+from ..inference.engine_replica import EngineChild
 from ..inference.place import StagePlace
 from ..p2p.discovery import Discovery
 from ..p2p.transport import Transport
@@ -158,8 +159,13 @@ def auditing(config: RunConfig) -> EngineConfig:
     return config.engine.model_copy(update={"type": "hf" if missing else config.auditor})
 
 
-def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
-    """Make the auditor that `config.type` names, not started; an audit takes at most `timeout_s`."""
+def make_auditor(
+    config: EngineConfig, timeout_s: float, *, ahead: EngineChild | None = None
+) -> Auditor:
+    """Make the auditor that `config.type` names, not started; an audit takes at most `timeout_s`.
+
+    `ahead` is a process of begun_ahead().
+    """
     from ..verification.hf_auditor import HfAuditor
 
     if config.type == "hf":
@@ -168,7 +174,7 @@ def make_auditor(config: EngineConfig, timeout_s: float) -> Auditor:
     from ..verification.vllm_auditor import VllmAuditor
 
     embedded = HfAuditor(config, timeout_s=timeout_s)  # of pipelines' work: most runs have none
-    return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s), embedded)
+    return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s, ahead=ahead), embedded)
 
 
 def make_reader(config: EngineConfig, timeout_s: float) -> Reader | None:

@@ -100,7 +100,7 @@ class Startup:
             self._clock.reach("warm-up")
         await role.publisher.resume(step, await self._backend.snapshot())
         self._clock.reach("first version")
-        await role.checkpoint(step)  # workers draw meanwhile
+        await role.begin_checkpoint(step)  # written while workers draw the first batch
         return step
 
     async def _catch_up(

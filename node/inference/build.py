@@ -23,7 +23,7 @@ def build_engine(
     """Make the engine that `config.type` names, not started; heavy libraries load at start().
 
     On a GPU it computes in a process of its own; docs/training.md says why. `gpus` returns the usable GPUs,
-    `ahead` is a process of begin_ahead().
+    `ahead` is a process of begun_ahead().
     """
     if config.type == "vllm":
         from .hosted import HostedEngine

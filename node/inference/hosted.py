@@ -9,8 +9,16 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+AUDITOR = "vllm auditor"
+"""Name of the process of an engine that audits."""
 UNSTARTED = "is not started: call start() first"
 STARTING = "is starting: wait for start()"
 CLOSED = "was closed: start another"
@@ -64,7 +74,7 @@ class HostedEngine:
     ) -> None:
         """`program`: command of each process (host.py); `place`: a pipeline stage's place.
 
-        Pipeline stages are started by pipeline/hosted_stage.py. `ahead` is a process of begin_ahead(), which
+        Pipeline stages are started by pipeline/hosted_stage.py. `ahead` is a process of begun_ahead(), which
         this engine uses or ends.
         """
         self._ahead = ahead
@@ -116,7 +126,7 @@ class HostedEngine:
         else:
             check_placed(whole, self._place, shape)
         environments = await asyncio.to_thread(environments_of, whole, os.environ)
-        ahead = await self._take_ahead(whole)
+        ahead, self._ahead = await take_ahead(self._ahead, whole), None
         self._require(STARTING)
         setup = EngineSetUp(
             config=whole.model_copy(update={"dp": 1}).model_dump_json().encode(),
@@ -267,17 +277,6 @@ class HostedEngine:
 
     # -- starting ----------------------------------------------------------------------------------
 
-    async def _take_ahead(self, whole: EngineConfig) -> EngineChild | None:
-        """Return the process that has begun, if it imported what this config needs; else end it."""
-        ahead = self._ahead
-        if ahead is None:
-            return None
-        if ahead.lost.is_set() or not imports_plainly(whole):
-            await ahead.kill()
-            return None
-        self._ahead = None
-        return ahead
-
     async def _start_replicas(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -385,16 +384,31 @@ def imports_plainly(config: EngineConfig) -> bool:
     return alone and not config.batch_invariant and not config.draft_tokens
 
 
-async def begin_ahead(config: EngineConfig) -> EngineChild | None:
-    """Start the process of an engine that is made later, for its imports; None where there is nothing to gain.
+@asynccontextmanager
+async def begun_ahead(
+    config: EngineConfig, name: str = "vllm[0]", timeouts: EngineTimeouts | None = None
+) -> AsyncGenerator[EngineChild | None]:
+    """Start the process of an engine that the block makes later, for its imports; end it after the block.
 
-    Raises EngineError.
+    None where there is nothing to gain. Raises EngineError.
     """
     if config.type != "vllm" or not is_installed() or not imports_plainly(config):
-        return None
+        yield None
+        return
     environment = environments_of(config, os.environ)[0]
-    ahead = EngineChild("vllm[0]", TITLES["vllm"], environment, PROGRAM, EngineTimeouts())
+    ahead = EngineChild(name, TITLES["vllm"], environment, PROGRAM, timeouts or EngineTimeouts())
     await ahead.begin()
+    try:
+        yield ahead
+    finally:
+        await ahead.kill()
+
+
+async def take_ahead(ahead: EngineChild | None, config: EngineConfig) -> EngineChild | None:
+    """Return the process that has begun, if it imports what an engine of `config` needs; else end it."""
+    if ahead is not None and (ahead.lost.is_set() or not imports_plainly(config)):
+        await ahead.kill()
+        return None
     return ahead
 
 

@@ -350,6 +350,8 @@ class CompletionCollector:
 
 
 CLOSE_TIMEOUT_S, STAGING_POLL_S = 6.0, 0.005
+INSPECTION_S = 60.0
+"""Time to inspect a model's class in a fork."""
 START_FAULTS = (RuntimeError, ValueError, OSError, ImportError, AssertionError, KeyError)
 """Errors that vLLM raises for a model, an argument or a machine that it cannot use."""
 
@@ -611,7 +613,11 @@ class VllmCore:
         arguments = self._arguments(model_dir, shape, proven=proven)
         vllm = _library()
         arguments["disable_log_stats"] = False  # VllmMeter needs some of them
-        self._llm = vllm.AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+        method = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+        settings = vllm.AsyncEngineArgs(**arguments).create_engine_config()
+        # vLLM for CPUs has set it to spawn, for OpenMP's threads: this thread has used none
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = method
+        self._llm = vllm.AsyncLLM.from_vllm_config(settings)
         self._meter.watch(self._llm, vllm.preempted, served=self._api is not None)
 
     def _arguments(self, model_dir: Path, shape: dict[str, Any], *, proven: bool) -> dict[str, Any]:
@@ -796,6 +802,7 @@ class _Library:
             EngineGenerateError,
         )
 
+        _inspect_models_by_fork()
         self.cache_root: str = envs.VLLM_CACHE_ROOT
         self.AsyncEngineArgs: Any = AsyncEngineArgs
         self.AsyncLLM: Any = AsyncLLM
@@ -804,6 +811,35 @@ class _Library:
         self.preempted: Any = EngineCoreEventType.PREEMPTED
         self.EngineDeadError: type[Exception] = EngineDeadError
         self.EngineGenerateError: type[Exception] = EngineGenerateError
+
+
+def _inspect_models_by_fork() -> None:
+    """Make vLLM inspect a model's class in a fork of this process, which has imported vLLM already.
+
+    It does so once for each release and class, to keep CUDA out of this process, and would start a Python of
+    its own, which imports all of vLLM again: half of a first start.
+    """
+    registry: Any = import_module("vllm.model_executor.models.registry")
+    plain: Callable[[Callable[[], Any]], Any] = registry._run_in_subprocess
+
+    def inspect(call: Callable[[], Any]) -> Any:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=lambda: theirs.send(call()), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            if ours.poll(INSPECTION_S):
+                return ours.recv()
+        except EOFError:
+            pass  # it failed: vLLM's own way tells why
+        finally:
+            process.kill()
+            process.join()
+            ours.close()
+        return plain(call)
+
+    registry._run_in_subprocess = inspect
 
 
 @functools.cache

@@ -687,8 +687,8 @@ ENVIRONMENT = (
     Variable(
         "VLLM_WORKER_MULTIPROC_METHOD",
         "fork",
-        "gpu",
-        "its processes need not import it again, which takes 12 s; the process that forks has no CUDA yet",
+        "both",
+        "its processes need not import it again, which takes 6 to 12 s; the process that forks has no CUDA yet",
     ),
     Variable(
         "VLLM_ENABLE_V1_MULTIPROCESSING",

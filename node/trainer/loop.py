@@ -348,7 +348,7 @@ class TrainerRole:
 
     async def checkpoint(self, step: int) -> None:
         """Write a checkpoint for `train --resume` after `step`."""
-        await self.begin_checkpoint(step, self._saved_state())
+        await self.begin_checkpoint(step)
         await self.settle()
 
     async def _save(self, step: int) -> None:
@@ -393,12 +393,13 @@ class TrainerRole:
         if len(self._covered) == self._covered.maxlen:
             self._ledger.forget_covered(self._covered[0])
 
-    async def begin_checkpoint(self, step: int, saved: SavedState) -> None:
-        """Begin a checkpoint; return as soon as weights and buffer may change.
+    async def begin_checkpoint(self, step: int, saved: SavedState | None = None) -> None:
+        """Begin a checkpoint; return as soon as weights and buffer may change. settle() waits for the rest.
 
-        settle() waits for the rest.
+        `saved` is the state that it is of, by default the present one.
         """
         await self.settle()
+        saved = saved or self._saved_state()
         began = time.monotonic()
         await self.checkpoints.begin(step, saved.parts, self._backend)
         self._metrics.saving_s += time.monotonic() - began

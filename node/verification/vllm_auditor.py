@@ -47,7 +47,7 @@ from ..errors import EngineError, EngineLost, NodeError, first_cause
 from ..inference.engine_replica import PROGRAM, EngineChild, EngineTimeouts
 from ..inference.handover import AdapterBase, HostedPolicy, read_adapter_base
 from ..inference.host_messages import EngineSetUp
-from ..inference.hosted import environments_of
+from ..inference.hosted import AUDITOR, environments_of, take_ahead
 from ..inference.numerics import check_exact, config_for_run, kernel_options
 from ..inference.prefill import (
     COLUMNS,
@@ -195,11 +195,13 @@ class AuditingEngine:
         program: Sequence[str],
         timeouts: EngineTimeouts,
         base: AdapterBase | None = None,
+        child: EngineChild | None = None,
     ) -> None:
-        """Make the process, not started; `base` is that of a run whose states are adapters."""
+        """Make the process, not started, unless it is `child`; `base` is that of a run whose states are
+        adapters."""
         environment = environments_of(config, os.environ)[0]
         self._config = config
-        self.child = EngineChild("vllm auditor", "vLLM", environment, program, timeouts)
+        self.child = child or EngineChild(AUDITOR, "vLLM", environment, program, timeouts)
         self._policy = HostedPolicy(
             renews=False
         )  # a lost engine is replaced, and given the next state
@@ -558,10 +560,12 @@ class VllmAuditor:
         *,
         timeout_s: float,
         program: Sequence[str] = PROGRAM,
+        ahead: EngineChild | None = None,
     ) -> None:
         """Take the config of an engine that generates here.
 
-        `timeout_s` is for a portion under one version. Raises EngineError if vLLM is missing or too old.
+        `timeout_s` is for a portion under one version; `ahead` is a process of begun_ahead(), which is used if
+        it fits. Raises EngineError if vLLM is missing or too old.
         """
         if program is PROGRAM and not is_installed():
             raise EngineError(NO_AUDITOR)
@@ -569,6 +573,7 @@ class VllmAuditor:
         self._config = config
         self._timeout_s = timeout_s
         self._program = program
+        self._ahead = ahead
         self._timeouts = EngineTimeouts(load_s=timeout_s)
         self._run: RunManifest | None = None
         self._model_dir = Path()
@@ -893,8 +898,9 @@ class VllmAuditor:
             logger.warning("vLLM, which audits, has ended (%s): it is started again", fault)
             await self._drop()
         if self._engine is None:
+            child, self._ahead = await take_ahead(self._ahead, self._config), None
             engine = self._engine = AuditingEngine(
-                self._config, self._program, self._timeouts, self._base
+                self._config, self._program, self._timeouts, self._base, child
             )
             try:
                 await engine.start(self._model_dir)

@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import os
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +90,25 @@ async def test_the_scheduler_tells_how_busy_it_is_and_a_pause_is_no_preemption(
     assert after.preemptions > 0  # eight sequences of 243 tokens do not fit
     assert (after.running, after.kv_use, engine.stuck_s()) == (0, 0, 0)
     assert after.generated_tokens == 240 * (1 + len(many))
+
+
+async def test_vllm_looks_at_a_model_in_a_fork_and_if_that_dies_in_a_process_of_its_own(
+    core: tuple[VllmCore, State],
+) -> None:
+    registry: Any = import_module("vllm.model_executor.models.registry")
+    forked, ours = os.getpid(), [os.getpid()]
+    assert registry._run_in_subprocess(os.getppid) == forked
+    assert registry._run_in_subprocess(lambda: ours.append(0) or len(sys.modules)) > 1000
+    assert ours == [forked], "nothing happens in this process"
+
+    def die_in_a_fork() -> int:
+        import os  # also in the other process
+
+        if os.getppid() == forked and "pytest" in sys.modules:
+            os._exit(1)
+        return 7
+
+    assert registry._run_in_subprocess(die_in_a_fork) == 7
 
 
 async def test_what_was_given_up_or_collected_is_kept_no_longer(

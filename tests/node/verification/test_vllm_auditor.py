@@ -22,6 +22,7 @@ from support.waiting import alive
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, UsageError
+from primerl.node.inference.engine_replica import EngineChild, EngineTimeouts
 from primerl.node.inference.fingerprint import pack
 from primerl.node.inference.prefill import PrefillRequest, read_claims
 from primerl.node.verification import local_audits, vllm_auditor
@@ -591,6 +592,26 @@ async def test_routes_are_measured_under_the_version_that_each_token_claims(
     own, bare = (TOKENS / FEWEST, 7.0), (0.0, 0.0)
     assert [(one.routing, one.routing_max) for one in measured(found)] == [own, bare, own, own]
     assert bad == Unreadable("expert 8 of 8 does not exist", proof=False)
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["fits", "has ended"])
+async def test_a_process_that_began_ahead_audits_unless_it_has_ended(
+    model_dir: Path, fits: bool
+) -> None:
+    ahead = EngineChild("fake", "vLLM", dict(os.environ), PROGRAM, EngineTimeouts())
+    await ahead.begin()
+    assert ahead.pid is not None
+    if not fits:
+        os.kill(ahead.pid, signal.SIGKILL)
+        await asyncio.wait_for(ahead.lost.wait(), DEADLINE_S)
+    auditor = VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM, ahead=ahead)
+    await auditor.start(model_dir, make_run("float32"))
+    try:
+        assert well(await auditor.audit([item(FINE)], STATES)) == [True]
+        assert (auditor.pid == ahead.pid) == fits
+    finally:
+        await auditor.close()
+    assert not alive(ahead.pid)
 
 
 async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: Path) -> None:
