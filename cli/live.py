@@ -19,7 +19,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 
-from ..node.ops.control import NodeState, PeerRow, Status, View
+from ..node.ops.control import NodeState, View
+from ..node.ops.figures import PeerRow, Status
 from ..node.reports.report import points, smooth, terminal_curve
 from .tables import (
     NONE,

@@ -22,7 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..node.errors import UsageError
-from ..node.ops.control import (
+from ..node.ops.control import ask
+from ..node.ops.figures import (
     BoundsRow,
     EngineRow,
     EnvironmentRow,
@@ -30,7 +31,6 @@ from ..node.ops.control import (
     PeerRow,
     StageRow,
     Status,
-    ask,
 )
 from ..node.ops.strict_json import to_json
 from ..protocol.numerics import ENVELOPE

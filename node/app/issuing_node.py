@@ -11,6 +11,7 @@ from ...protocol.trust import RunDocuments
 from ..config.run import NodeConfig, RunConfig
 from ..errors import BusyError
 from ..ops.control import Command
+from ..ops.figures import Status
 from ..p2p.services import NodeServices
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import IssuedTicket, Ledger
@@ -63,6 +64,12 @@ class IssuingNode(Node):
                 ttl_s=factories.timeouts.ticket_s,
             )
             yield services
+
+    async def status(self) -> Status:
+        """Make the status of this node, with its ticket."""
+        status = await super().status()
+        status.ticket_expires = self.tickets.expires if self.tickets else None
+        return status
 
     @property
     def issued(self) -> TicketIssuer:

@@ -44,7 +44,7 @@ from ..errors import (
 from ..inference.engine import Engine
 from ..inference.numerics import check_exact, check_kept, check_quantization, check_routes
 from ..models import base_weights
-from ..ops.control import PeerRow, Status
+from ..ops.figures import PeerRow, Status
 from ..ops.monitors import MonitoredRun, WandbMonitor, group_of
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
@@ -138,9 +138,8 @@ class PeerNode(Node):
         directory = run_directory(self.data_dir, ticket.run)
         ledger = self._factories.ledger(directory / "ledger.db", fsync=self.config.fsync)
         try:
-            commands = {"status": self._status, "peers": self._peers}
             await self.serve(
-                lambda: self._work(ticket, ledger, directory), commands, ticket.run.hex()[:16]
+                lambda: self._work(ticket, ledger, directory), {}, ticket.run.hex()[:16]
             )
         finally:
             ledger.close()
@@ -256,7 +255,7 @@ class PeerNode(Node):
         monitor = WandbMonitor(section, run)
 
         async def log() -> None:
-            status = await self._status()
+            status = await self.status()
             if status.version >= 0:
                 monitor.log(status.version, node_metrics(status))
 
@@ -591,7 +590,8 @@ class PeerNode(Node):
                 status.detail = f"state {short(weights.state_digest)}"
         return status
 
-    async def _peers(self) -> list[PeerRow]:
+    async def peers(self) -> list[PeerRow]:
+        """Make a row for each known peer."""
         return peer_rows(self._services) if self._services is not None else []
 
 

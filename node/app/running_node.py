@@ -13,7 +13,9 @@ from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ..config.run import NodeConfig
 from ..errors import first_cause
-from ..ops.control import Command, ControlServer, Status, register, unregister
+from ..ops.control import Command, ControlServer, register, unregister
+from ..ops.figures import NodeFigures, PeerRow, Status
+from ..ops.machine import Machine
 from ..ops.metrics import EventLoopMonitor
 
 
@@ -28,6 +30,7 @@ class Node:
         self.phase = "starting"
         self.detail = ""
         self.lag = EventLoopMonitor()
+        self._machine = Machine(data_dir)
         self._started = time.monotonic()
         self._stop = asyncio.Event()
 
@@ -46,6 +49,24 @@ class Node:
             event_loop_lag=self.lag.read(),
         )
 
+    async def figures(self) -> NodeFigures:
+        """Make the figures that all views show."""
+        status, peers = await self.status(), await self.peers()
+        return NodeFigures(round(time.time(), 3), status, peers)
+
+    async def status(self) -> Status:
+        """Make the status of this node."""
+        status = await self._status()
+        status.machine = await asyncio.to_thread(self._machine.read)
+        return status
+
+    async def peers(self) -> list[PeerRow]:
+        """Make a row for each known peer."""
+        return []
+
+    async def _status(self) -> Status:
+        return self.base_status()
+
     async def request_stop(self) -> dict[str, Any]:
         """End the node soon (the `stop` command)."""
         self._stop.set()
@@ -56,9 +77,16 @@ class Node:
     ) -> None:
         """Do `work` while answering the control socket; `stop` or cancellation ends both.
 
-        Raises the error that ended the work, a NodeError first.
+        `commands` are those of the role, beside those of every node. Raises the error that ended the work, a
+        NodeError first.
         """
-        control = ControlServer(self.data_dir, {**commands, "stop": self.request_stop})
+        own = {
+            "figures": self.figures,
+            "status": self.status,
+            "peers": self.peers,
+            "stop": self.request_stop,
+        }
+        control = ControlServer(self.data_dir, {**commands, **own})
         await control.start()
         entry = register(self.data_dir, self.role, run)
         lag = asyncio.create_task(self.lag.run(), name="event loop lag")

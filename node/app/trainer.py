@@ -35,7 +35,7 @@ from ..gpus import is_on_gpu, usable
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..models import base_weights
-from ..ops.control import PeerRow, Status
+from ..ops.figures import PeerRow, Status
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import WandbMonitor, group_of
 from ..p2p.services import NodeServices
@@ -313,8 +313,6 @@ class TrainerNode(IssuingNode):
         ledger = self._factories.ledger(self.data_dir / "ledger.db", fsync=self.config.fsync)
         try:
             commands = {
-                "status": self._status,
-                "peers": self._peers,
                 "ban": self._ban,
                 "pardon": self._pardon,
                 "retire": self._retire,
@@ -755,7 +753,8 @@ class TrainerNode(IssuingNode):
             raise BusyError("the run has not begun: ask again in a moment")
         return self.trainer_role.scheduler.registry
 
-    async def _peers(self) -> list[PeerRow]:
+    async def peers(self) -> list[PeerRow]:
+        """Make a row for each known peer."""
         if self._services is None or self.trainer_role is None:
             return []
         return worker_rows(self._services, self.trainer_role.scheduler)

@@ -4,7 +4,7 @@ import time
 
 from ...crypto.hashing import short
 from ..errors import printable
-from ..ops.control import PeerRow, Status
+from ..ops.figures import PeerRow, Status
 from .peers import Peer
 from .services import NodeServices
 

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from primerl.cli.live import LiveView, PlainView, open_view, plain_line, print_summary, screen_of
 from primerl.cli.tables import duration, rejected, size, sources, sparkline
-from primerl.node.ops.control import BoundsRow, EngineRow, NodeState, Status
+from primerl.node.ops.control import NodeState
+from primerl.node.ops.figures import BoundsRow, EngineRow, Status
 
 from .test_status import PEER, STATUS
 
