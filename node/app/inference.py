@@ -144,7 +144,10 @@ class FollowedPolicy(PeerNode):
         announce: Announce,
         factories: Factories | None = None,
     ) -> None:
-        shared = {name: getattr(config, name) for name in ("fsync", "network", "engine", "weights")}
+        shared = {
+            name: getattr(config, name)
+            for name in ("fsync", "network", "engine", "weights", "dashboard")
+        }
         joining = JoinConfig(
             role="inference",
             ticket=config.ticket,

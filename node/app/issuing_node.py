@@ -29,6 +29,7 @@ class IssuingNode(Node):
 
     def __init__(self, config: NodeConfig, key: SecretKey, data_dir: Path, role: str) -> None:
         super().__init__(config, key, data_dir, role)
+        self.queries = {**self.queries, "ticket": self._own_ticket}
         self.tickets: TicketIssuer | None = None
         """None before the node is reachable."""
 
@@ -82,6 +83,9 @@ class IssuingNode(Node):
     def ticket_commands(self) -> Mapping[str, Command]:
         """What its operator may ask about tickets."""
         return {"ticket": self._ticket, "tickets": self._list_tickets, "revoke": self._revoke}
+
+    async def _own_ticket(self) -> dict[str, object]:
+        return self.issued.current().shown()
 
     async def _ticket(
         self, label: str | None = None, uses: int | None = None, expires_s: float | None = None

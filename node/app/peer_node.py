@@ -60,6 +60,7 @@ from ..weights.payload import TensorShare, everything
 from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
 from . import rundir
 from .factories import Factories, sandboxed
+from .page_queries import PageQueries
 from .running_node import Node
 from .services import open_services, open_store
 from .tickets import remember, run_directory, usable_ticket
@@ -118,6 +119,7 @@ class PeerNode(Node):
         self, config: JoinConfig, key: SecretKey, data_dir: Path, factories: Factories | None = None
     ) -> None:
         super().__init__(config, key, data_dir, config.role)
+        self.queries = {**self.queries, **PageQueries(data_dir).all()}
         self._config = config
         self._factories = factories or sandboxed(config)
         self._ticket = ""

@@ -12,9 +12,11 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ..config.run import NodeConfig
-from ..errors import first_cause
+from ..errors import NodeError, first_cause
 from ..ops.control import Command, ControlServer, register, unregister
-from ..ops.figures import NodeFigures, PeerRow, Status
+from ..ops.dashboard import Dashboard, Query
+from ..ops.figures import Curves, NodeFigures, PeerRow, Status
+from ..ops.logs import newest_lines
 from ..ops.machine import Machine
 from ..ops.metrics import EventLoopMonitor
 
@@ -31,6 +33,9 @@ class Node:
         self.detail = ""
         self.lag = EventLoopMonitor()
         self._machine = Machine(data_dir)
+        self._dashboard = Dashboard(self, config.dashboard.port)
+        self.queries: Mapping[str, Query] = {"log": self._log}
+        """What the page may ask, and so may the local user."""
         self._started = time.monotonic()
         self._stop = asyncio.Event()
 
@@ -47,6 +52,7 @@ class Node:
             phase=self.phase,
             detail=self.detail,
             event_loop_lag=self.lag.read(),
+            page=self._dashboard.url,
         )
 
     async def figures(self) -> NodeFigures:
@@ -63,6 +69,16 @@ class Node:
     async def peers(self) -> list[PeerRow]:
         """Make a row for each known peer."""
         return []
+
+    def curves(self) -> Curves:
+        """Return the curves of the run so far; only a trainer has some."""
+        return Curves()
+
+    async def _log(self) -> list[object]:
+        return await asyncio.to_thread(newest_lines)
+
+    async def _link(self) -> dict[str, object]:
+        return {"link": self._dashboard.link}
 
     async def _status(self) -> Status:
         return self.base_status()
@@ -84,10 +100,16 @@ class Node:
             "figures": self.figures,
             "status": self.status,
             "peers": self.peers,
+            "dashboard": self._link,
             "stop": self.request_stop,
         }
-        control = ControlServer(self.data_dir, {**commands, **own})
+        control = ControlServer(self.data_dir, {**self.queries, **commands, **own})
         await control.start()
+        try:
+            self._dashboard.open()
+        except NodeError:
+            await control.close()
+            raise
         entry = register(self.data_dir, self.role, run)
         lag = asyncio.create_task(self.lag.run(), name="event loop lag")
         try:
@@ -97,6 +119,7 @@ class Node:
         finally:
             lag.cancel()
             unregister(entry)
+            await self._dashboard.close()
             await control.close()
             await asyncio.wait([lag])
 

@@ -261,6 +261,8 @@ class Status(msgspec.Struct, kw_only=True):
     ticket_expires: float | None = None
     """Unix time at which the trainer's own ticket expires."""
     machine: MachineRow | None = None
+    page: str = ""
+    """Address of the node's page, without its token; empty if it serves none."""
     seconds: dict[str, float] = {}
     """Seconds by phase."""
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
+from support.figures import PEER, STATUS
 
 from primerl.cli import tables
 from primerl.cli.tables import fitted, group, peers_table, status_lines
@@ -25,48 +26,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-PEER = figures.PeerRow(
-    id="ab" * 32,
-    short="ababababab",
-    role="inference",
-    path="direct",
-    rtt_ms=1.25,
-    bytes_sent=1_500_000,
-    bytes_received=999,
-    version=7,
-    lag=1,
-    leases=2,
-    accepted=30,
-    rejected=4,
-    top_reason="stale",
-    trust=0.9,
-    reliability=1.0,
-    last_seen_s=3.2,
-    software="0.1.0 [bold]",
-)
-STATUS = figures.Status(
-    id="cd" * 32,
-    short="cdcdcdcdcd",
-    role="trainer",
-    software="0.1.0",
-    pid=1,
-    uptime_s=75,
-    data_dir="/d",
-    run_name="demo",
-    run="ef" * 32,
-    phase="running",
-    step=3,
-    max_steps=10,
-    version=3,
-    newest_version=3,
-    reward=0.5,
-    rejected={"stale": 2, "bad_reward": 5},
-    accepted=9,
-    history=[(1, 0.25), (2, 0.5)],
-    chunk_bytes_by_source={"trainer": 25, "ababababab": 75},
-)
 
 
 def drawn(*rows: figures.PeerRow, width: int = 300) -> list[str]:
