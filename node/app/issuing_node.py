@@ -66,9 +66,9 @@ class IssuingNode(Node):
             )
             yield services
 
-    async def status(self) -> Status:
-        """Make the status of this node, with its ticket."""
-        status = await super().status()
+    def base_status(self) -> Status:
+        """Make the status that every node has, with its ticket."""
+        status = super().base_status()
         status.ticket_expires = self.tickets.expires if self.tickets else None
         return status
 

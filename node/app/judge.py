@@ -43,7 +43,7 @@ from ..memory_plan.stages import cut_model
 from ..models.model_files import vocab_size
 from ..ops.figures import PeerRow, Status
 from ..p2p.services import NodeServices
-from ..p2p.status_view import show_network
+from ..p2p.status_view import peer_rows, show_network
 from ..storage.ledger import MANIFEST, Ledger, readable
 from ..storage.run_files import CONFIG, begun_on, check_kinds, claim, write_private
 from ..trainer import run_manifest
@@ -342,8 +342,10 @@ class JudgeNode(IssuingNode):
 
     async def peers(self) -> list[PeerRow]:
         """Make a row for each known peer."""
-        if self._services is None or self._scheduler is None:
+        if self._services is None:
             return []
+        if self._scheduler is None:
+            return peer_rows(self._services)
         return worker_rows(self._services, self._scheduler)
 
 

@@ -57,14 +57,16 @@ class Node:
 
     async def figures(self) -> NodeFigures:
         """Make the figures that all views show."""
-        status, peers = await self.status(), await self.peers()
+        status, peers = await self._status(), await self.peers()
+        status.bytes_sent = sum(row.bytes_sent for row in peers)
+        status.bytes_received = sum(row.bytes_received for row in peers)
+        status.peers = sum(row.path != "-" for row in peers)
+        status.machine = await asyncio.to_thread(self._machine.read)
         return NodeFigures(round(time.time(), 3), status, peers)
 
     async def status(self) -> Status:
         """Make the status of this node."""
-        status = await self._status()
-        status.machine = await asyncio.to_thread(self._machine.read)
-        return status
+        return (await self.figures()).status
 
     async def peers(self) -> list[PeerRow]:
         """Make a row for each known peer."""

@@ -39,7 +39,7 @@ from ..ops.figures import Curves, PeerRow, Status
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import WandbMonitor, group_of
 from ..p2p.services import NodeServices
-from ..p2p.status_view import show_network
+from ..p2p.status_view import peer_rows, show_network
 from ..process.spawn import PARENT_VARIABLE, began
 from ..reports import summary
 from ..sft.data import MixedReader, check_mixed, open_mixed
@@ -759,6 +759,8 @@ class TrainerNode(IssuingNode):
 
     async def peers(self) -> list[PeerRow]:
         """Make a row for each known peer."""
-        if self._services is None or self.trainer_role is None:
+        if self._services is None:
             return []
+        if self.trainer_role is None:
+            return peer_rows(self._services)
         return worker_rows(self._services, self.trainer_role.scheduler)

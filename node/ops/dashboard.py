@@ -62,7 +62,9 @@ class DashboardLimits:
     """Pace and bounds of a page."""
 
     every_s: float = 2.0
-    """Between two sets of figures."""
+    """Between two sets of figures, at least."""
+    share: float = 0.05
+    """Of its time that the node makes figures, at most: with many peers they come more rarely."""
     viewers: int = 16
     read_s: float = 20.0
     """Time for a viewer to read what was sent."""
@@ -103,6 +105,7 @@ class Dashboard:
         self._token = secrets.token_urlsafe(24)
         self._making = asyncio.Lock()
         self._made = -math.inf
+        self._pause_s = limits.every_s
         self._figures = self._curves = b""
         """Events with the newest of both."""
         self._viewers: set[asyncio.Task[Any]] = set()
@@ -280,7 +283,7 @@ class Dashboard:
                 curves = self._curves
                 async with asyncio.timeout(self._limits.read_s):
                     await response.write(events)
-                await asyncio.sleep(self._limits.every_s)
+                await asyncio.sleep(self._pause_s)
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
@@ -291,14 +294,16 @@ class Dashboard:
     async def _make(self) -> None:
         """Make the events, unless another viewer's are new."""
         async with self._making:
-            now = time.monotonic()
-            if now - self._made < self._limits.every_s / 2:
+            began = time.monotonic()
+            if began - self._made < self._pause_s / 2:
                 return
             self._figures = _event("figures", await self._shown.figures())
             curves = _event("curves", self._shown.curves())
             if curves != self._curves:
                 self._curves = curves
-            self._made = now
+            self._made = time.monotonic()
+            took_s = self._made - began
+            self._pause_s = max(self._limits.every_s, took_s / self._limits.share)
 
 
 def _event(name: str, value: msgspec.Struct) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .figures import MachineRow
 
-SAME_S = 4.0
+SAME_S = 10.0
 """Age up to which a reading is given again."""
 
 

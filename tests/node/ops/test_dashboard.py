@@ -18,7 +18,7 @@ from primerl.node.errors import BusyError, NodeError, UsageError
 from primerl.node.ops.dashboard import Dashboard, DashboardLimits, Query
 from primerl.node.ops.figures import Curves, NodeFigures, PeerRow
 
-QUICK = DashboardLimits(every_s=0.01, viewers=3, read_s=0.2, answer_s=0.2)
+QUICK = DashboardLimits(every_s=0.01, share=1.0, viewers=3, answer_s=0.2)
 
 
 class FakeNode:
@@ -205,22 +205,34 @@ async def _has_room(browser: Browser) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_viewer_that_does_not_read_is_dropped_and_others_are_served(
-    node: FakeNode, browser: Browser
+@pytest.mark.parametrize("read_s", [0.2, 600.0])
+async def test_a_viewer_that_does_not_read_is_dropped_and_keeps_nobody_waiting(
+    node: FakeNode, read_s: float
 ) -> None:
     # more than the buffers of a connection hold
     node.rows = [msgspec.structs.replace(PEER, software="x" * 65536)] * 300
-    port = int(browser.url.rstrip("/").rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)) as silent:
-        head = f"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {browser.token}"
-        silent.sendall(f"{head}\r\n\r\n".encode())
-        await until(lambda: node.made > 0)
-        node.rows = [PEER]
-        async with browser.get("events") as reply:
-            assert len(await browser.events(reply, 5)) == 5
-            assert node.made > 2
-            async with browser.get("events"):
+    viewers = 1 if read_s < 1 else 2
+    page = Dashboard(node, 0, DashboardLimits(0.01, 1.0, viewers, read_s))
+    page.open()
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        async with aiohttp.ClientSession(read_bufsize=1 << 24) as session:
+            browser = Browser(page, session)
+            silent.connect(("127.0.0.1", int(page.url.rstrip("/").rpartition(":")[2])))
+            head = (
+                f"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {browser.token}"
+            )
+            silent.sendall(f"{head}\r\n\r\n".encode())
+            await until(lambda: node.made > 0)
+            node.rows = []
+            if read_s < 1:
                 await _has_room(browser)
+            else:
+                async with browser.get("events") as reply:
+                    while len((await browser.events(reply, 1))[0][1].get("peers", "x")) > 0:
+                        pass
+                    assert len(await browser.events(reply, 3)) == 3
+    await page.close()
 
 
 async def test_figures_are_made_once_for_all_viewers_and_not_without_one(node: FakeNode) -> None:
@@ -235,6 +247,24 @@ async def test_figures_are_made_once_for_all_viewers_and_not_without_one(node: F
                 await browser.events(reply, 2)
         assert node.made == 1
     await slow.close()
+
+
+async def test_a_node_whose_figures_take_long_makes_them_more_rarely() -> None:
+    class BusyNode(FakeNode):
+        async def figures(self) -> NodeFigures:
+            await asyncio.sleep(0.02)
+            return await super().figures()
+
+    busy = BusyNode()
+    page = Dashboard(busy, 0, DashboardLimits(every_s=0.0, share=1e-4))
+    page.open()
+    async with aiohttp.ClientSession() as session:
+        browser = Browser(page, session)
+        for _ in range(5):
+            async with browser.get("events") as reply:
+                await browser.events(reply, 2)
+    assert busy.made == 1
+    await page.close()
 
 
 async def test_a_node_that_ends_hangs_up_on_its_viewers(
