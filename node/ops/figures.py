@@ -9,6 +9,7 @@ import msgspec
 
 MAX_POINTS = 512
 """Points of a curve."""
+MAX_SOURCES = 8
 
 
 class PeerRow(msgspec.Struct):
@@ -60,6 +61,8 @@ class PeerRow(msgspec.Struct):
     """Lower 5 % quantile of the lowest trust: what can be counted on."""
     reasons: dict[str, int] = {}
     """Rejected rollouts by reason."""
+    chunk_bytes: dict[str, int] = {}
+    """Chunk bytes that it says it has fetched, from its MAX_SOURCES largest sources (trainer)."""
     second: str = ""
     """Warning that another program with its key was refused lately, and from where."""
 

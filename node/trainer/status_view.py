@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...protocol.reputation import Reputation
-from ..ops.figures import EnvironmentRow, PeerRow, Status
+from ..errors import printable
+from ..ops.figures import MAX_SOURCES, EnvironmentRow, PeerRow, Status
 from ..p2p.services import NodeServices
 from ..p2p.status_view import peer_rows, shown_silence
 from .loop import TrainerRole
@@ -109,6 +110,8 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
         row.second = registry.sessions.second(node)
         if worker is not None:
             row.numerics = str(worker.numerics or "")
+            sources = Counter(worker.stats.chunk_bytes).most_common(MAX_SOURCES)
+            row.chunk_bytes = {printable(source): count for source, count in sources}
             row.left, silence = worker.left, registry.silence(node)
             row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
             joins = version < 0 and not row.left and not row.stage and row.role != "validator"

@@ -22,6 +22,7 @@ PEER = PeerRow(
     reliability=1.0,
     last_seen_s=3.2,
     software="0.1.0 [bold]",
+    chunk_bytes={"trainer": 3000, "cdcdcdcdcd": 1000},
 )
 STATUS = Status(
     id="cd" * 32,

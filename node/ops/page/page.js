@@ -231,6 +231,13 @@ function drawPeers() {
   });
 }
 
+// Who sent whom the weights: the largest flows, as the receivers say.
+function drawFlows() {
+  const flows = figures.peers.flatMap((row) => Object.entries(row.chunk_bytes).map(([source, bytes]) => [bytes, source, row]));
+  const rows = flows.sort((a, b) => b[0] - a[0]).slice(0, 50).map(([bytes, source, row]) => [source, row.short, size(bytes), version(row.version)]);
+  showTable($("flows"), "Weights: who sent whom", ["From", "To", "Bytes", "Its version now"], rows);
+}
+
 let openPeer = "";
 
 function drawPeer() {
@@ -241,6 +248,7 @@ function drawPeer() {
     ...COLUMNS.slice(3).map(([name, text]) => [name, text(row)]),
     ["Rejected by reason", reasonsOf(row)], ["Audited", row.audited || ""], ["Leases", row.leases || ""],
     ["Trust by environment", Object.entries(row.trusts).map(([name, value]) => `${name} ${value.toFixed(2)}`).join(", ")],
+    ["Weights from", Object.entries(row.chunk_bytes).map(([source, bytes]) => `${source} ${size(bytes)}`).join(", ")],
     ["Reliability", row.reliability.toFixed(2)], ["Evidence", row.suspicion ? `${Math.round(100 * row.suspicion)} % of what a ban takes` : ""],
   ];
   $("peer-facts").replaceChildren(...facts.filter(([, value]) => value !== "" && value !== "-").flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, clean(value))]));
@@ -350,7 +358,7 @@ function route() {
 function draw() {
   if (!figures) return;
   drawRun();
-  if (!$("peers").hidden) drawPeers();
+  if (!$("peers").hidden) { drawPeers(); drawFlows(); }
   if (!$("peer").hidden) drawPeer();
 }
 

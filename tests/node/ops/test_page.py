@@ -134,6 +134,7 @@ async def test_an_operator_sees_the_run_and_its_peers_live(chromium: Any, node: 
     await page.click("nav a[href='#peers']")
     await page.wait_for_selector("#table tbody tr")
     assert "2 of 2" in await page.inner_text("#count")
+    assert "trainer\tababababab\t3.0 kB\t7" in await page.inner_text("#flows")
     await page.click("th button:has-text('Trust')")
     assert (await page.inner_text("#table tbody tr")).startswith("0101010101")
     await page.fill("#filter", "abab")
@@ -153,7 +154,15 @@ async def test_strangers_text_stays_text_wherever_it_is_shown(
 ) -> None:
     problems: list[str] = []
     odd = [
-        replace(PEER, id=f"{at:064x}", short=text, software=text, refused=text, top_reason=text)
+        replace(
+            PEER,
+            id=f"{at:064x}",
+            short=text,
+            software=text,
+            refused=text,
+            top_reason=text,
+            chunk_bytes={text: 1},
+        )
         for at, text in enumerate(HOSTILE)
     ]
     node.rows = [replace(row, reasons={row.software: 3}, role=row.software) for row in odd]
