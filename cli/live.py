@@ -19,7 +19,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 
-from ..node.ops.control import NodeState, PeerRow, Status, View
+from ..node.ops.control import NodeState, View
+from ..node.ops.figures import PeerRow, Status
 from ..node.reports.report import points, smooth, terminal_curve
 from .tables import (
     NONE,
@@ -158,7 +159,9 @@ class LiveView:
 
 def _still(status: Status | None) -> Status | None:
     """Leave out what changes while nothing happens."""
-    return None if status is None else msgspec.structs.replace(status, uptime_s=0.0)
+    if status is None:
+        return None
+    return msgspec.structs.replace(status, uptime_s=0.0, machine=None)
 
 
 # -- plain lines -----------------------------------------------------------------------------------
@@ -213,7 +216,7 @@ def _phase(status: Status) -> str:
 
 # -- the screen ------------------------------------------------------------------------------------
 
-OWN_LINES = {"node", "data", "peers", "loop lag"}
+OWN_LINES = {"node", "data", "peers", "loop lag", "machine"}
 """Lines of `status` that the screen leaves out."""
 LEAST_ROWS = 3
 OTHER_LINES = 5

@@ -18,6 +18,7 @@ from ..node.errors import BETWEEN_PROBLEMS, NodeError, StorageError, file_error,
 from ..protocol.errors import RemoteProtocolError
 from . import (
     ban,
+    dashboard,
     doctor,
     environments,
     evaluate,
@@ -114,6 +115,7 @@ CONFIGURED: dict[str, tuple[Callable[..., Any], str]] = {
 PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "status": (status.status, "Show how the running node is doing."),
     "peers": (status.peers, "Show the peers of the running node, and how they do."),
+    "dashboard": (dashboard.run, "Print the link of the running node's page in the browser."),
     "ban": (ban.ban, "Give a worker no more work."),
     "pardon": (ban.pardon, "Forget what is held against a worker."),
     "explain": (explain.run, "Show why work was accepted or rejected, with the evidence."),

@@ -48,7 +48,7 @@ def peers(
     """
     import msgspec
 
-    from ..node.ops.control import PeerRow
+    from ..node.ops.figures import PeerRow
     from .tables import peers_table, show_answer
 
     def draw(answer: Any, width: int | None) -> Any:
@@ -62,7 +62,7 @@ def status(data_dir: DataDir = None, as_json: AsJson = False, watch: Watch = Fal
     import msgspec
 
     from ..node.errors import NetworkError
-    from ..node.ops.control import Status
+    from ..node.ops.figures import Status
     from .tables import label_table, show_answer, status_lines
 
     def draw(answer: Any, width: int | None) -> Any:

@@ -22,15 +22,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..node.errors import UsageError
-from ..node.ops.control import (
+from ..node.ops.control import ask
+from ..node.ops.figures import (
     BoundsRow,
     EngineRow,
     EnvironmentRow,
     GroupRow,
+    MachineRow,
     PeerRow,
     StageRow,
     Status,
-    ask,
 )
 from ..node.ops.strict_json import to_json
 from ..protocol.numerics import ENVELOPE
@@ -382,7 +383,8 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
     ]
     if status.role == "trainer":
         curve = sparkline([reward for _, reward in status.history], 40)
-        lines.append(("step", f"{status.step} of {status.max_steps}"))
+        left = "" if status.eta_s is None else f", {duration(status.eta_s)} left"
+        lines.append(("step", f"{status.step} of {status.max_steps}{left}"))
         lines.append(("reward", f"{number(status.reward)}  {curve}"))
         lines.append(("staleness", number(status.staleness)))
         lines += [(f"  {row.name}", environment(row)) for row in status.environments]
@@ -407,6 +409,8 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         ("bytes", traffic(status)),
         ("chunks", sources(status.chunk_bytes_by_source)),
         ("peers", f"{status.peers}, {status.neighbours} libp2p neighbours"),
+        ("machine", machine(status.machine) if status.machine else ""),
+        ("page", f"{status.page}  `primerl-node dashboard` prints the link" * bool(status.page)),
         ("loop lag", ", ".join(late)),
         ("time", seconds(status.seconds)),
     ]
@@ -468,6 +472,12 @@ def policy(status: Status) -> str:
     behind = status.newest_version - status.version
     how = "the newest" if behind <= 0 else f"{behind} behind version {status.newest_version}"
     return f"version {version(status.version)}, {how}"
+
+
+def machine(row: MachineRow) -> str:
+    """Say what a node's processes use of their machine."""
+    used = f"{row.cpu_cores:.2f} cores, {size(row.memory_bytes)} of memory"
+    return f"{used}, {size(row.disk_free_bytes)} free on the disk"
 
 
 def engine(row: EngineRow) -> str:

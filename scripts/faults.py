@@ -1810,6 +1810,42 @@ FAULTS = (
         'if scheme.lower() != "bearer":',
         ("test_with_a_key_nobody_without_it_gets_more_than_the_health",),
     ),
+    # -- the page
+    Fault(
+        "page answers without its token",
+        "node/ops/dashboard.py",
+        'if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._token.encode()):',
+        'if scheme.lower() != "bearer":',
+        ("test_without_the_token_nothing_is_told",),
+    ),
+    Fault(
+        "page answers under any name",
+        "node/ops/dashboard.py",
+        "if not is_local(request.host):",
+        "if False:",
+        ("test_another_page_gets_nothing_even_with_the_token",),
+    ),
+    Fault(
+        "a viewer that does not read is kept",
+        "node/ops/dashboard.py",
+        "async with asyncio.timeout(self._limits.read_s):",
+        "async with asyncio.timeout(None):",
+        ("test_a_viewer_that_does_not_read_is_dropped_and_keeps_nobody_waiting",),
+    ),
+    Fault(
+        "curves grow with the run",
+        "node/ops/metrics.py",
+        "elif len(self._points) > MAX_POINTS:",
+        "elif len(self._points) > 1e9:",
+        ("test_curves_of_a_long_run_are_bounded_and_still_show_its_beginning_and_its_newest_step",),
+    ),
+    Fault(
+        "workers that are silent count as working",
+        "node/ops/prometheus.py",
+        'return "silent" if row.silent_s else "starting" if row.starting else "working"',
+        'return "starting" if row.starting else "working"',
+        ("test_a_trainer_tells_of_its_run_and_counts_its_workers_by_state",),
+    ),
     # -- storage
     Fault(
         "chunk that was damaged on the disk is handed out",

@@ -56,7 +56,8 @@ APART: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 """Modules that do not import each other although the layers allow it."""
 
 HEAVY = {
-    "aiohttp": {"node.p2p.seeds", "node.api"},
+    "aiohttp": {"node.p2p.seeds", "node.api", "node.ops.dashboard"},
+    "prometheus_client": {"node.ops.prometheus"},
     "openai": {"node.environments.chat_api"},
     "iroh": {"node.p2p.iroh"},
     "libp2p": {"node.p2p.libp2p"},

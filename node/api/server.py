@@ -15,14 +15,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 
 from ... import __version__
-from ..config.serving import ApiConfig, is_loopback
+from ..config.serving import ApiConfig
 from ..errors import BusyError, EngineError, EngineLost, UsageError
 from ..inference.engine import Engine, EngineStats
+from ..ops.http import hide_libraries, is_local
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -37,7 +37,6 @@ RETRY_AFTER_S, LOST_RETRY_S = 1, 10
 LONGEST_LINE = 8190
 OPEN = ("/health",)
 """Routes without authentication."""
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 VERSION_HEADER, ID_HEADER = "X-Policy-Version", "X-Request-Id"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Body = Mapping[str, Any]
@@ -198,7 +197,7 @@ class HttpServer:
 
         size = int(self.served.limits.max_body_mib * 2**20)
         app = web.Application(client_max_size=size, middlewares=[guard])
-        app.on_response_prepare.append(_hide_libraries)
+        app.on_response_prepare.append(hide_libraries)
         for path in self._routes:
             app.router.add_post(path, self._post)
         app.router.add_get("/v1/models", self._models)
@@ -247,9 +246,10 @@ class HttpServer:
                 raise ApiError(401, message, code="invalid_api_key", kind=kind)
             return
         # without a key only local clients are allowed, under a local name (against DNS rebinding)
-        name = urlsplit(f"//{request.host}").hostname or ""
-        if name not in LOCAL_NAMES and not is_loopback(name) and name != self.served.api.host:
-            message = f"{name[:200]} is not this server's host name: use 127.0.0.1, or set a key"
+        if not is_local(request.host):
+            message = (
+                f"{request.host[:200]} is not this server's host name: use 127.0.0.1, or set a key"
+            )
             raise ApiError(403, message)
 
     # -- routes ------------------------------------------------------------------------------------
@@ -415,11 +415,6 @@ async def _read_json(request: "web.Request") -> tuple[Body, bytes]:
     if not isinstance(body, dict):
         raise ApiError(400, "the request must be a JSON object")
     return body, raw
-
-
-async def _hide_libraries(request: "web.Request", response: "web.StreamResponse") -> None:
-    """Replace the Server header, which names libraries and their versions."""
-    response.headers["Server"] = "primerl-node"
 
 
 def _refusal(error: ApiError) -> "web.Response":

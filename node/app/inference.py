@@ -27,7 +27,7 @@ from ..inference.adapted import adapted
 from ..inference.engine import Engine
 from ..inference.hf import QUEUE_BATCHES
 from ..models.model_files import vocab_size
-from ..ops.control import Status
+from ..ops.figures import Status
 from ..storage.run_files import today
 from ..tasks import end_tasks
 from ..worker.weight_sync import WeightSync
@@ -109,7 +109,7 @@ class OwnPolicy(Node):
 
     async def run(self) -> None:
         """Serve until it is stopped. Raises NodeError."""
-        await self.serve(self._work, {"status": self._status}, "")
+        await self.serve(self._work, {}, "")
 
     async def _work(self) -> None:
         policy = await asyncio.to_thread(find_policy, self._config)
@@ -144,7 +144,10 @@ class FollowedPolicy(PeerNode):
         announce: Announce,
         factories: Factories | None = None,
     ) -> None:
-        shared = {name: getattr(config, name) for name in ("fsync", "network", "engine", "weights")}
+        shared = {
+            name: getattr(config, name)
+            for name in ("fsync", "network", "engine", "weights", "dashboard")
+        }
         joining = JoinConfig(
             role="inference",
             ticket=config.ticket,

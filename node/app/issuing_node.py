@@ -11,6 +11,7 @@ from ...protocol.trust import RunDocuments
 from ..config.run import NodeConfig, RunConfig
 from ..errors import BusyError
 from ..ops.control import Command
+from ..ops.figures import Status
 from ..p2p.services import NodeServices
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import IssuedTicket, Ledger
@@ -28,6 +29,7 @@ class IssuingNode(Node):
 
     def __init__(self, config: NodeConfig, key: SecretKey, data_dir: Path, role: str) -> None:
         super().__init__(config, key, data_dir, role)
+        self.queries = {**self.queries, "ticket": self._own_ticket}
         self.tickets: TicketIssuer | None = None
         """None before the node is reachable."""
 
@@ -64,6 +66,12 @@ class IssuingNode(Node):
             )
             yield services
 
+    def base_status(self) -> Status:
+        """Make the status that every node has, with its ticket."""
+        status = super().base_status()
+        status.ticket_expires = self.tickets.expires if self.tickets else None
+        return status
+
     @property
     def issued(self) -> TicketIssuer:
         """The issuer of tickets. Raises BusyError before there is one."""
@@ -75,6 +83,9 @@ class IssuingNode(Node):
     def ticket_commands(self) -> Mapping[str, Command]:
         """What its operator may ask about tickets."""
         return {"ticket": self._ticket, "tickets": self._list_tickets, "revoke": self._revoke}
+
+    async def _own_ticket(self) -> dict[str, object]:
+        return self.issued.current().shown()
 
     async def _ticket(
         self, label: str | None = None, uses: int | None = None, expires_s: float | None = None

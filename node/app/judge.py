@@ -41,9 +41,9 @@ from ..errors import UsageError
 from ..evaluation.candidates import candidate, read
 from ..memory_plan.stages import cut_model
 from ..models.model_files import vocab_size
-from ..ops.control import PeerRow, Status
+from ..ops.figures import PeerRow, Status
 from ..p2p.services import NodeServices
-from ..p2p.status_view import show_network
+from ..p2p.status_view import peer_rows, show_network
 from ..storage.ledger import MANIFEST, Ledger, readable
 from ..storage.run_files import CONFIG, begun_on, check_kinds, claim, write_private
 from ..trainer import run_manifest
@@ -187,8 +187,7 @@ class JudgeNode(IssuingNode):
         write_private(directory / CONFIG, self._config.model_dump_json(indent=2))
         ledger = self._factories.ledger(self.data_dir / "ledger.db", fsync=self.config.fsync)
         try:
-            commands = {"status": self._status, "peers": self._peers, **self.ticket_commands}
-            await self.serve(lambda: self._work(ledger), commands, self._config.name)
+            await self.serve(lambda: self._work(ledger), self.ticket_commands, self._config.name)
         finally:
             ledger.close()
 
@@ -341,9 +340,12 @@ class JudgeNode(IssuingNode):
             status.waiting_for = f"{waiting} prompts wait for workers: `primerl-node join` them"
         return status
 
-    async def _peers(self) -> list[PeerRow]:
-        if self._services is None or self._scheduler is None:
+    async def peers(self) -> list[PeerRow]:
+        """Make a row for each known peer."""
+        if self._services is None:
             return []
+        if self._scheduler is None:
+            return peer_rows(self._services)
         return worker_rows(self._services, self._scheduler)
 
 

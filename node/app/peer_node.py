@@ -44,7 +44,7 @@ from ..errors import (
 from ..inference.engine import Engine
 from ..inference.numerics import check_exact, check_kept, check_quantization, check_routes
 from ..models import base_weights
-from ..ops.control import PeerRow, Status
+from ..ops.figures import PeerRow, Status
 from ..ops.monitors import MonitoredRun, WandbMonitor, group_of
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
@@ -60,6 +60,7 @@ from ..weights.payload import TensorShare, everything
 from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
 from . import rundir
 from .factories import Factories, sandboxed
+from .page_queries import PageQueries
 from .running_node import Node
 from .services import open_services, open_store
 from .tickets import remember, run_directory, usable_ticket
@@ -118,6 +119,7 @@ class PeerNode(Node):
         self, config: JoinConfig, key: SecretKey, data_dir: Path, factories: Factories | None = None
     ) -> None:
         super().__init__(config, key, data_dir, config.role)
+        self.queries = {**self.queries, **PageQueries(data_dir).all()}
         self._config = config
         self._factories = factories or sandboxed(config)
         self._ticket = ""
@@ -138,9 +140,8 @@ class PeerNode(Node):
         directory = run_directory(self.data_dir, ticket.run)
         ledger = self._factories.ledger(directory / "ledger.db", fsync=self.config.fsync)
         try:
-            commands = {"status": self._status, "peers": self._peers}
             await self.serve(
-                lambda: self._work(ticket, ledger, directory), commands, ticket.run.hex()[:16]
+                lambda: self._work(ticket, ledger, directory), {}, ticket.run.hex()[:16]
             )
         finally:
             ledger.close()
@@ -256,7 +257,7 @@ class PeerNode(Node):
         monitor = WandbMonitor(section, run)
 
         async def log() -> None:
-            status = await self._status()
+            status = await self.status()
             if status.version >= 0:
                 monitor.log(status.version, node_metrics(status))
 
@@ -591,7 +592,8 @@ class PeerNode(Node):
                 status.detail = f"state {short(weights.state_digest)}"
         return status
 
-    async def _peers(self) -> list[PeerRow]:
+    async def peers(self) -> list[PeerRow]:
+        """Make a row for each known peer."""
         return peer_rows(self._services) if self._services is not None else []
 
 

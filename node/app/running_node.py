@@ -12,8 +12,12 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ..config.run import NodeConfig
-from ..errors import first_cause
-from ..ops.control import Command, ControlServer, Status, register, unregister
+from ..errors import NodeError, first_cause
+from ..ops.control import Command, ControlServer, register, unregister
+from ..ops.dashboard import Dashboard, Query
+from ..ops.figures import Curves, NodeFigures, PeerRow, Status
+from ..ops.logs import newest_lines
+from ..ops.machine import Machine
 from ..ops.metrics import EventLoopMonitor
 
 
@@ -28,6 +32,10 @@ class Node:
         self.phase = "starting"
         self.detail = ""
         self.lag = EventLoopMonitor()
+        self._machine = Machine(data_dir)
+        self._dashboard = Dashboard(self, config.dashboard.port)
+        self.queries: Mapping[str, Query] = {"log": self._log}
+        """What the page may ask, and so may the local user."""
         self._started = time.monotonic()
         self._stop = asyncio.Event()
 
@@ -44,7 +52,38 @@ class Node:
             phase=self.phase,
             detail=self.detail,
             event_loop_lag=self.lag.read(),
+            page=self._dashboard.url,
         )
+
+    async def figures(self) -> NodeFigures:
+        """Make the figures that all views show."""
+        status, peers = await self._status(), await self.peers()
+        status.bytes_sent = sum(row.bytes_sent for row in peers)
+        status.bytes_received = sum(row.bytes_received for row in peers)
+        status.peers = sum(row.path != "-" for row in peers)
+        status.machine = await asyncio.to_thread(self._machine.read)
+        return NodeFigures(round(time.time(), 3), status, peers)
+
+    async def status(self) -> Status:
+        """Make the status of this node."""
+        return (await self.figures()).status
+
+    async def peers(self) -> list[PeerRow]:
+        """Make a row for each known peer."""
+        return []
+
+    def curves(self) -> Curves:
+        """Return the curves of the run so far; only a trainer has some."""
+        return Curves()
+
+    async def _log(self) -> list[object]:
+        return await asyncio.to_thread(newest_lines)
+
+    async def _link(self) -> dict[str, object]:
+        return {"link": self._dashboard.link}
+
+    async def _status(self) -> Status:
+        return self.base_status()
 
     async def request_stop(self) -> dict[str, Any]:
         """End the node soon (the `stop` command)."""
@@ -56,10 +95,23 @@ class Node:
     ) -> None:
         """Do `work` while answering the control socket; `stop` or cancellation ends both.
 
-        Raises the error that ended the work, a NodeError first.
+        `commands` are those of the role, beside those of every node. Raises the error that ended the work, a
+        NodeError first.
         """
-        control = ControlServer(self.data_dir, {**commands, "stop": self.request_stop})
+        own = {
+            "figures": self.figures,
+            "status": self.status,
+            "peers": self.peers,
+            "dashboard": self._link,
+            "stop": self.request_stop,
+        }
+        control = ControlServer(self.data_dir, {**self.queries, **commands, **own})
         await control.start()
+        try:
+            self._dashboard.open()
+        except NodeError:
+            await control.close()
+            raise
         entry = register(self.data_dir, self.role, run)
         lag = asyncio.create_task(self.lag.run(), name="event loop lag")
         try:
@@ -69,6 +121,7 @@ class Node:
         finally:
             lag.cancel()
             unregister(entry)
+            await self._dashboard.close()
             await control.close()
             await asyncio.wait([lag])
 

@@ -13,7 +13,7 @@ from ...protocol.pipelines import PipelinePlan, PipelineShape
 from ..config.engine import EngineConfig
 from ..config.run import JoinConfig
 from ..inference.place import StagePlace, share_of
-from ..ops.control import StageRow
+from ..ops.figures import StageRow
 from ..pipeline.acceptor import LinkAcceptor, is_reachable, probe
 from ..pipeline.frames import FrameLimits
 from ..pipeline.hosted_stage import HeadEngine

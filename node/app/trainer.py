@@ -35,17 +35,17 @@ from ..gpus import is_on_gpu, usable
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..models import base_weights
-from ..ops.control import PeerRow, Status
+from ..ops.figures import Curves, PeerRow, Status
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import WandbMonitor, group_of
 from ..p2p.services import NodeServices
-from ..p2p.status_view import show_network
+from ..p2p.status_view import peer_rows, show_network
 from ..process.spawn import PARENT_VARIABLE, began
 from ..reports import summary
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
-from ..storage.run_files import ROLLOUTS, begun_on, weights_dir
+from ..storage.run_files import EVALUATIONS, ROLLOUTS, begun_on, weights_dir
 from ..tasks import end_tasks
 from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
@@ -72,10 +72,9 @@ from ..weights.encoders import Encoders
 from . import rundir
 from .factories import Factories, auditing, sandboxed
 from .issuing_node import IssuingNode
+from .page_queries import PageQueries
 from .services import open_store
 from .startup import Startup, check_prompts, own_tasks
-
-EVALUATIONS = "evaluations.jsonl"
 
 
 def eval_tasks(
@@ -293,6 +292,7 @@ class TrainerNode(IssuingNode):
         factories: Factories | None = None,
     ) -> None:
         super().__init__(config, key, data_dir, "trainer")
+        self.queries = {**self.queries, **PageQueries(data_dir, config.run_dir).all()}
         self.farewell = Farewell()
         self._config = config
         self._announce = announce
@@ -313,8 +313,6 @@ class TrainerNode(IssuingNode):
         ledger = self._factories.ledger(self.data_dir / "ledger.db", fsync=self.config.fsync)
         try:
             commands = {
-                "status": self._status,
-                "peers": self._peers,
                 "ban": self._ban,
                 "pardon": self._pardon,
                 "retire": self._retire,
@@ -755,7 +753,14 @@ class TrainerNode(IssuingNode):
             raise BusyError("the run has not begun: ask again in a moment")
         return self.trainer_role.scheduler.registry
 
-    async def _peers(self) -> list[PeerRow]:
-        if self._services is None or self.trainer_role is None:
+    def curves(self) -> Curves:
+        """Return the curves of the run so far."""
+        return Curves() if self.trainer_role is None else self.trainer_role.curves.curves()
+
+    async def peers(self) -> list[PeerRow]:
+        """Make a row for each known peer."""
+        if self._services is None:
             return []
+        if self.trainer_role is None:
+            return peer_rows(self._services)
         return worker_rows(self._services, self.trainer_role.scheduler)

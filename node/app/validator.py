@@ -6,7 +6,7 @@ from pathlib import Path
 from ...crypto.keys import SecretKey
 from ...protocol.audits import held_versions
 from ..config.run import JoinConfig, default_auditor
-from ..ops.control import Status
+from ..ops.figures import Status
 from ..validator.loop import StateCache, ValidatorRole
 from ..verification.local_audits import LocalAudits
 from .factories import Factories

@@ -20,7 +20,7 @@ from ..memory_plan.memory import replicated
 from ..memory_plan.shape import read_shape
 from ..memory_plan.stages import cannot_cut, cannot_hold
 from ..models.json_files import read_json
-from ..ops.control import Status
+from ..ops.figures import Status
 from ..ops.strict_json import to_json
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.services import NodeServices

@@ -132,6 +132,7 @@ MAX_ENVIRONMENTS = 64
 MAX_BRANCHES = 64
 """See protocol/rollouts.py."""
 Port = Annotated[int, Field(ge=0, le=65535)]
+DashboardPort = Port | Literal["off"]
 Seconds = Annotated[float, Field(gt=0)]
 SeedUrl = Annotated[str, AfterValidator(_check_seed)]
 EnvironmentSeconds = Annotated[float, Field(ge=0.1, le=86400)]
@@ -585,6 +586,14 @@ class LaunchConfig(BaseConfig):
     """Let workers read the trainer's chunks from its disk instead of fetching them over the network."""
 
 
+class DashboardConfig(BaseConfig):
+    """The node's page in the browser, and its /metrics for Prometheus."""
+
+    port: DashboardPort = "off"
+    """TCP port on 127.0.0.1; 0 takes a free one. On for `train` and `rl`; `primerl-node dashboard` prints the
+    link."""
+
+
 class NodeConfig(BaseConfig):
     """Settings of every node."""
 
@@ -597,6 +606,7 @@ class NodeConfig(BaseConfig):
     network: NetworkConfig = NetworkConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     log: LogConfig = LogConfig()
 
 
@@ -659,6 +669,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
+    dashboard: DashboardConfig = DashboardConfig(port=0)
 
     @property
     def evaluates(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ..errors import EngineError
-from ..ops.control import EngineRow
+from ..ops.figures import EngineRow
 from ..weights.state import Changed, State
 from .fingerprint import Projection
 

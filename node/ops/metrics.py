@@ -1,6 +1,7 @@
-"""Metrics of a run: `metrics.jsonl`, seconds by phase, and the lag of the event loop."""
+"""Metrics of a run: `metrics.jsonl` with its curves, seconds by phase, and the lag of the event loop."""
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -11,15 +12,99 @@ import traceback
 from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import file_error
+from .figures import MAX_POINTS, Curves
 from .strict_json import to_json
 
 if TYPE_CHECKING:  # a process that measures phases alone starts in half the time without the config
     from .monitors import WandbMonitor
+
+
+CURVES = (
+    *("loss/mean", "mismatch_kl/all/mean", "off_policy/mean", "perf/throughput"),
+    *("time/wait_for_batch", "time/step"),
+)
+"""Names that have a curve, besides every reward/NAME."""
+PACE_STEPS = 21
+
+
+class StepCurves:
+    """Keep the curves that views plot: a point for every step, later for every 2, 4, 8 .. steps."""
+
+    def __init__(self) -> None:
+        self.newest: dict[str, float] = {}
+        """Figures of the newest step."""
+        self._points: list[_Point] = []
+        self._stride = 1
+        """Steps of a point; the last one may have fewer."""
+        self._times: deque[float] = deque(maxlen=PACE_STEPS)
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add the figures of a step; lines without any, as those of evaluations, are left out."""
+        figures = {
+            name: float(value)
+            for name, value in values.items()
+            if (name in CURVES or name.startswith("reward/"))
+            and isinstance(value, int | float)
+            and math.isfinite(value)
+        }
+        if not figures:
+            return
+        self.newest = figures
+        if isinstance(at := values.get("time"), int | float):
+            self._times.append(at)
+        self._points.append(_Point(step, 1, figures))
+        if len(self._points) > 1 and self._points[-2].count < self._stride:
+            self._points[-2:] = [_joined(*self._points[-2:])]
+        elif len(self._points) > MAX_POINTS:
+            self._stride *= 2
+            last = self._points.pop()
+            halves = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [_joined(*pair) for pair in halves]
+            self._points.append(last)
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds from step to step lately; None before the second."""
+        times = list(self._times)
+        return median(b - a for a, b in itertools.pairwise(times)) if times[1:] else None
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Return (step, value) of one figure."""
+        return [(at.step, at.figures[name]) for at in self._points if name in at.figures]
+
+    def curves(self) -> Curves:
+        """Return all figures."""
+        names = sorted({name for at in self._points for name in at.figures})
+        return Curves(
+            [at.step for at in self._points],
+            {name: [at.figures.get(name) for at in self._points] for name in names},
+        )
+
+
+@dataclass(frozen=True)
+class _Point:
+    """The means of the figures of some steps."""
+
+    step: int
+    """The last of them."""
+    count: int
+    figures: dict[str, float]
+
+
+def _joined(first: _Point, second: _Point) -> _Point:
+    count = first.count + second.count
+    means = {
+        name: (first.figures[name] * first.count + second.figures[name] * second.count) / count
+        for name in first.figures.keys() & second.figures.keys()
+    }
+    return _Point(second.step, count, first.figures | second.figures | means)
 
 
 class MetricsLog:
@@ -28,6 +113,7 @@ class MetricsLog:
     def __init__(self, path: Path, monitor: "WandbMonitor | None" = None) -> None:
         """`monitor` gets every line, too; close() closes it."""
         self._monitor = monitor
+        self.curves = StepCurves()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("a", encoding="utf-8")
@@ -40,6 +126,7 @@ class MetricsLog:
             self._file.flush()
         except OSError as error:
             raise file_error(error, self._path) from error
+        self.curves.add(step, line)
         if self._monitor is not None:
             self._monitor.log(step, values)
 
@@ -55,14 +142,21 @@ class MetricsLog:
             raise file_error(error, self._path) from error
         # An invalid byte damages only its own line.
         lines = text.decode("utf-8", "replace").splitlines()
-        earlier = [line for line in lines if _step_of(line) <= step]
-        unread = sum(_step_of(line) == math.inf for line in lines[:-1])  # the last may be torn
+        earlier: list[str] = []
+        unread, written = 0, False
+        self.curves = StepCurves()
+        for at, line in enumerate(lines, start=1):
+            figures = _read_line(line)
+            if figures and figures["step"] <= step:
+                earlier.append(line)
+                self.curves.add(figures["step"], figures)
+                written |= figures["step"] == step and values.keys() <= figures.keys()
+            unread += not figures and at < len(lines)  # the last may be torn
         if unread:
             logger.warning("%s: %d damaged lines are left out", self._path, unread)
         if len(earlier) < len(lines):
             self._replace(earlier)
-        there = (json.loads(line) for line in earlier if _step_of(line) == step)
-        if values and not any(values.keys() <= line.keys() for line in there):
+        if values and not written:
             self.write(step, values)
 
     def _replace(self, lines: list[str]) -> None:
@@ -80,11 +174,13 @@ class MetricsLog:
             self._file.close()
 
 
-def _step_of(line: str) -> float:
+def _read_line(line: str) -> dict[str, Any]:
+    """Decode a line; empty for a torn one, which has no step."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return math.inf  # a torn line has no step
+        figures = json.loads(line)
+        return {**figures, "step": int(figures["step"])}
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return {}
 
 
 class PhaseClock:

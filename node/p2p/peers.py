@@ -77,17 +77,22 @@ class Peer:
 
     def path(self) -> PathInfo | None:
         """Describe the present connection, with byte counters over all connections ever."""
-        live = [connection.path() for connection in self.connections if not connection.closed]
-        if not live:
-            return None
-        best = min(live, key=lambda info: (info.kind == "relayed", info.rtt_ms or 0.0))
-        return PathInfo(best.kind, best.rtt_ms, *self.traffic())
+        return self.path_and_traffic()[0]
 
     def traffic(self) -> tuple[int, int]:
         """Return bytes (sent, received) over all connections ever, also those whose end went unnoticed."""
-        known = [connection.path() for connection in self.connections]
-        sent = self.sent + sum(info.bytes_sent for info in known)
-        return sent, self.received + sum(info.bytes_received for info in known)
+        return self.path_and_traffic()[1:]
+
+    def path_and_traffic(self) -> tuple[PathInfo | None, int, int]:
+        """Return path() and traffic(), looking at each connection once: that takes iroh 0.1 ms."""
+        paths = [(connection.path(), connection.closed) for connection in self.connections]
+        sent = self.sent + sum(info.bytes_sent for info, _ in paths)
+        received = self.received + sum(info.bytes_received for info, _ in paths)
+        live = [info for info, closed in paths if not closed]
+        if not live:
+            return None, sent, received
+        best = min(live, key=lambda info: (info.kind == "relayed", info.rtt_ms or 0.0))
+        return PathInfo(best.kind, best.rtt_ms, sent, received), sent, received
 
 
 class PeerTable:

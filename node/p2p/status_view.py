@@ -4,7 +4,7 @@ import time
 
 from ...crypto.hashing import short
 from ..errors import printable
-from ..ops.control import PeerRow, Status
+from ..ops.figures import PeerRow, Status
 from .peers import Peer
 from .services import NodeServices
 
@@ -13,13 +13,8 @@ SILENT_S = 20.0
 
 
 def show_network(status: Status, services: NodeServices) -> None:
-    """Fill in `status` what every node knows of its run and its peers."""
+    """Fill in `status` what every node knows of its run and its discovery."""
     status.run = services.run_id.hex()
-    peers = services.peers.rows()
-    traffic = [peer.traffic() for peer in peers]
-    status.bytes_sent = sum(sent for sent, _ in traffic)
-    status.bytes_received = sum(received for _, received in traffic)
-    status.peers = sum(1 for peer in peers if peer.path() is not None)
     status.neighbours = services.discovery.neighbours() if services.discovery else 0
 
 
@@ -31,8 +26,7 @@ def peer_rows(services: NodeServices) -> list[PeerRow]:
 
 
 def _row(peer: Peer) -> PeerRow:
-    path = peer.path()
-    sent, received = peer.traffic()
+    path, sent, received = peer.path_and_traffic()
     last_seen_s = round(time.time() - peer.last_seen, 1) if peer.last_seen else None
     return PeerRow(
         id=peer.node.hex(),

@@ -32,6 +32,7 @@ TICKET, SUMMARY, PICTURE, METRICS, LOGS = (
 )
 CHECKPOINTS = "checkpoints"
 ROLLOUTS = "rollouts"
+EVALUATIONS = "evaluations.jsonl"
 CONFIG = "config.json"
 MARK = ".primerl-run"
 """File that a run writes into its directory before anything else."""

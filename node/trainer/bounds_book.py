@@ -20,7 +20,7 @@ from ...protocol.pipelines import PipelinePlan
 from ...protocol.reputation import Placement, Reputation
 from ...protocol.rollouts import Evidence, Submission
 from ...protocol.version import MAX_NAME
-from ..ops.control import BoundsRow
+from ..ops.figures import BoundsRow
 from ..p2p.services import NodeServices
 from ..storage.ledger import HonestRollout, readable
 from ..verification.auditor import plan_of

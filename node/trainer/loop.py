@@ -27,7 +27,7 @@ from ...protocol.errors import Reason
 from ..config.run import RunConfig
 from ..errors import NodeError, RunFailed
 from ..evaluation.online import OnlineEvaluation
-from ..ops.metrics import MetricsLog
+from ..ops.metrics import MetricsLog, StepCurves
 from ..storage.run_files import CHECKPOINTS, weights_dir
 from ..tasks import end_tasks
 from ..training.advantages import CreditedBatch, credit
@@ -118,6 +118,11 @@ class TrainerRole:
         """The newest batch that was trained, or is."""
         self._publishing: asyncio.Task[None] | None = None
         """Publication of the newest version, while it is in progress."""
+
+    @property
+    def curves(self) -> StepCurves:
+        """The figures of the steps so far."""
+        return self._metrics.log.curves
 
     async def run(self, step: int) -> None:
         """Train from after `step` to the last step; publish every version.

@@ -24,7 +24,7 @@ from ...protocol.recent import RecentDict
 from ..errors import EngineError
 from ..memory_plan.planner import Offered, fits, is_measured, make_plan, replace, ring_ms
 from ..memory_plan.stages import CutModel
-from ..ops.control import GroupRow
+from ..ops.figures import GroupRow
 from ..p2p.limits import TokenBuckets
 from ..p2p.services import NodeServices
 from ..storage.ledger import readable

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...protocol.reputation import Reputation
-from ..ops.control import EnvironmentRow, PeerRow, Status
+from ..errors import printable
+from ..ops.figures import MAX_SOURCES, EnvironmentRow, PeerRow, Status
 from ..p2p.services import NodeServices
 from ..p2p.status_view import peer_rows, shown_silence
 from .loop import TrainerRole
@@ -35,7 +36,12 @@ def show_training(status: Status, role: TrainerRole) -> None:
     progress = role.progress
     show_leases(status, role.scheduler, progress)
     status.step, status.reward = progress.step, progress.reward
-    status.staleness, status.history = progress.staleness, progress.history
+    status.staleness = progress.staleness
+    curves = role.curves
+    status.history, status.newest = curves.curve("reward/mean"), curves.newest
+    status.step_s = curves.step_s
+    if curves.step_s is not None:
+        status.eta_s = max(0, status.max_steps - status.step) * curves.step_s
     status.waiting_groups = role.scheduler.demand.waiting_groups()
     status.environments = environment_rows(role)
 
@@ -91,8 +97,11 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
         known = registry.reputations.get(node) or Reputation()
         row.accepted, row.rejected = known.accepted, sum(known.rejected.values())
         row.top_reason, row.refused = known.top_reason(), _refused(registry, node)
+        row.reasons = {reason.value: count for reason, count in known.rejected.items()}
         row.trusts = trusts(known, [environment.name for environment in registry.environments])
         row.trust, row.suspicion = min(row.trusts.values(), default=0.5), round(known.suspicion, 3)
+        lows = [known.environments[name].low for name in row.trusts]
+        row.trust_low = round(min(lows, default=row.trust_low), 3)
         row.audited = known.audited
         if (validator := validators.get(node)) is not None:
             row.audits = validator.jobs
@@ -101,6 +110,8 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
         row.second = registry.sessions.second(node)
         if worker is not None:
             row.numerics = str(worker.numerics or "")
+            sources = Counter(worker.stats.chunk_bytes).most_common(MAX_SOURCES)
+            row.chunk_bytes = {printable(source): count for source, count in sources}
             row.left, silence = worker.left, registry.silence(node)
             row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
             joins = version < 0 and not row.left and not row.stage and row.role != "validator"

@@ -81,6 +81,11 @@ class TicketIssuer:
             self._in_file = True
         return self._own
 
+    @property
+    def expires(self) -> float | None:
+        """Unix time at which the trainer's own ticket expires; None before there is one."""
+        return None if self._own is None else self._own.ticket.expires
+
     def issue(
         self, *, label: str = "", uses: int | None = None, expires_s: float | None = None
     ) -> SignedTicket:

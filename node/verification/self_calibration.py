@@ -25,7 +25,7 @@ from ...protocol.manifests import ProofContract, Thresholds
 from ...protocol.numerics import ENVELOPE, MAX_CLASSES, ClassBounds, NumericsClass
 from ...protocol.reputation import Placement
 from ...protocol.rollouts import MEASURES, Evidence
-from ..ops.control import BoundsRow
+from ..ops.figures import BoundsRow
 from . import envelope
 from .class_bounds import ENOUGH, Reference, make_bounds, provisional
 from .envelope import envelope_bounds

@@ -30,7 +30,7 @@ from ..errors import EngineError, EngineLost, StorageError
 from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine, EngineStats
 from ..inference.numerics import numerics_of
-from ..ops.control import EngineRow
+from ..ops.figures import EngineRow
 from ..p2p.rpc import Refused
 from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError

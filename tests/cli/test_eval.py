@@ -28,7 +28,7 @@ from primerl.node.evaluation.eval_suite import Cell, EvalProgress
 from primerl.node.evaluation.evaluator import Rollout
 from primerl.node.evaluation.statistics import Estimate, summarize
 from primerl.node.models import huggingface, model_files
-from primerl.node.ops.control import Status
+from primerl.node.ops.figures import Status
 from primerl.node.storage.run_files import MARK, begun_on, claim
 from primerl.node.training import lora
 from primerl.node.weights.adapters import adapter_shapes, merge

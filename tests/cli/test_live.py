@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
+from support.figures import PEER, STATUS
 
 from primerl.cli.live import LiveView, PlainView, open_view, plain_line, print_summary, screen_of
 from primerl.cli.tables import duration, rejected, size, sources, sparkline
-from primerl.node.ops.control import BoundsRow, EngineRow, NodeState, Status
-
-from .test_status import PEER, STATUS
+from primerl.node.ops.control import NodeState
+from primerl.node.ops.figures import BoundsRow, EngineRow, Status
 
 WORKER = msgspec.structs.replace(
     STATUS, role="inference", short=PEER.short, version=2, phase="running", history=[]

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
+from support.figures import PEER, STATUS
 
 from primerl.cli import tables
 from primerl.cli.tables import fitted, group, peers_table, status_lines
 from primerl.node.errors import NodeError
-from primerl.node.ops import control
+from primerl.node.ops import control, figures
 from primerl.node.storage.run_files import SETTINGS
 
 from .conftest import Ask, Cli, Serve
@@ -27,49 +28,7 @@ class Terminal(io.StringIO):
         return True
 
 
-PEER = control.PeerRow(
-    id="ab" * 32,
-    short="ababababab",
-    role="inference",
-    path="direct",
-    rtt_ms=1.25,
-    bytes_sent=1_500_000,
-    bytes_received=999,
-    version=7,
-    lag=1,
-    leases=2,
-    accepted=30,
-    rejected=4,
-    top_reason="stale",
-    trust=0.9,
-    reliability=1.0,
-    last_seen_s=3.2,
-    software="0.1.0 [bold]",
-)
-STATUS = control.Status(
-    id="cd" * 32,
-    short="cdcdcdcdcd",
-    role="trainer",
-    software="0.1.0",
-    pid=1,
-    uptime_s=75,
-    data_dir="/d",
-    run_name="demo",
-    run="ef" * 32,
-    phase="running",
-    step=3,
-    max_steps=10,
-    version=3,
-    newest_version=3,
-    reward=0.5,
-    rejected={"stale": 2, "bad_reward": 5},
-    accepted=9,
-    history=[(1, 0.25), (2, 0.5)],
-    chunk_bytes_by_source={"trainer": 25, "ababababab": 75},
-)
-
-
-def drawn(*rows: control.PeerRow, width: int = 300) -> list[str]:
+def drawn(*rows: figures.PeerRow, width: int = 300) -> list[str]:
     screen = Console(file=io.StringIO(), width=width)
     screen.print(peers_table(rows, width=width))
     assert isinstance(screen.file, io.StringIO)
@@ -165,7 +124,7 @@ async def test_status_fits_a_screen_and_says_what_matters(ask: Ask, serve: Serve
 
 
 def test_status_of_a_worker_says_how_its_engine_and_its_stage_do() -> None:
-    engine = control.EngineRow("vllm", inflight=250, cap=256, running=240, waiting=10, kv_use=0.43)
+    engine = figures.EngineRow("vllm", inflight=250, cap=256, running=240, waiting=10, kv_use=0.43)
     lag = {"mean": 0.0012, "max": 0.03}
     shown = lines_of(role="inference", engine=engine, event_loop_lag=lag, leases=2)
     assert shown["engine"] == "vllm: 250 of 256 in flight, 240 running, 10 waiting, cache 43%"
@@ -175,7 +134,7 @@ def test_status_of_a_worker_says_how_its_engine_and_its_stage_do() -> None:
     assert lines_of(role="inference", engine=broken)["engine"].endswith(
         "restarted 2 times. Down: out of memory: lower it"
     )
-    stage = control.StageRow("ab", 1, 0, 2, "0-13", "healthy", rtt_ms=20.0, lanes=4, in_flight=3)
+    stage = figures.StageRow("ab", 1, 0, 2, "0-13", "healthy", rtt_ms=20.0, lanes=4, in_flight=3)
     stage = replace(stage, round_ms=44.4, stall_share=0.25, breaks=1, bytes_out=1000)
     assert lines_of(role="inference", stage=stage)["stage"] == (
         "0 of 2, layers 0-13, healthy, 3 of 4 micro-batches under way, 20 ms to the next, 44 ms round, "
@@ -183,10 +142,10 @@ def test_status_of_a_worker_says_how_its_engine_and_its_stage_do() -> None:
     )
 
 
-MEASURED = control.BoundsRow(
+MEASURED = figures.BoundsRow(
     "vllm 0.25.1 on H100, tp 1, bfloat16", 3, 640, 40960, 0, 12, 0.0047, 640, 2
 )
-UNMEASURED = control.BoundsRow("hf 2.13.0 on cpu, tp 1, bfloat16", 0, 0, 0, 0, 0, 1.0, 24, 1)
+UNMEASURED = figures.BoundsRow("hf 2.13.0 on cpu, tp 1, bfloat16", 0, 0, 0, 0, 0, 1.0, 24, 1)
 
 
 def test_the_bounds_of_each_class_say_of_what_they_are_made() -> None:
@@ -206,7 +165,7 @@ def test_a_worker_without_a_version_says_which_is_the_newest() -> None:
 
 
 def test_a_trainer_shows_its_pipelines() -> None:
-    row = control.GroupRow("ab12", 3, ["one", "two"], ["0-13", "14-27"], 1, 41.6, 8192, "planned")
+    row = figures.GroupRow("ab12", 3, ["one", "two"], ["0-13", "14-27"], 1, 41.6, 8192, "planned")
     assert lines_of(pipelines=[row])["pipeline"] == (
         "ab12 planned, generation 3: one 0-13, two 14-27, 42 ms round, room for 8192 tokens, 1 spares"
     )
@@ -230,7 +189,7 @@ async def test_watched_json_is_an_object_a_line_and_a_watched_pipe_gets_tables_w
 ) -> None:
     answers = iter([[PEER], [PEER]])
 
-    def peers() -> list[control.PeerRow]:
+    def peers() -> list[figures.PeerRow]:
         for rows in answers:
             return rows
         raise NodeError("it ends")

@@ -200,7 +200,7 @@ class Swarm:
         self._trainer_ledger = trainer_ledger
         self._farewell = farewell
         self.timeouts = NodeTimeouts(connect_s=2.0)
-        self._node: TrainerNode | None = None
+        self.node: TrainerNode | None = None
         self._ticketed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -246,7 +246,7 @@ class Swarm:
             self._announced,
             self._factories(self.trainer),
         )
-        self._node = node
+        self.node = node
         node.farewell = self._farewell
         self.trainer.stop = node.request_stop
         self.trainer.task = asyncio.create_task(node.run())
@@ -388,9 +388,9 @@ class Swarm:
     async def _end(self, running: Running) -> None:
         if running.task is None:
             return
-        if running is self.trainer and self._node:
-            self._node.farewell = Farewell(0.0, 0.0, 0.0)  # it is killed, and waits for nobody
-            if role := self._node.trainer_role:
+        if running is self.trainer and self.node:
+            self.node.farewell = Farewell(0.0, 0.0, 0.0)  # it is killed, and waits for nobody
+            if role := self.node.trainer_role:
                 role.stop_s = 0.0
         running.task.cancel()
         with suppress(asyncio.CancelledError, Exception):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.waiting import until
 
+from primerl.node.ops.figures import MAX_POINTS
 from primerl.node.ops.metrics import (
     EVERY_S,
     LOOK_S,
@@ -19,6 +20,7 @@ from primerl.node.ops.metrics import (
     MetricsLog,
     PhaseClock,
     StallDetector,
+    StepCurves,
     scene,
     where,
 )
@@ -153,3 +155,41 @@ def test_a_moment_counts_from_the_start_of_the_program_and_the_first_time_only()
     assert clock.moments == {"ticket": first}
     assert 0.0 < first < time.monotonic()
     assert began(os.getppid()) <= began(os.getpid())
+
+
+def test_curves_of_a_long_run_are_bounded_and_still_show_its_beginning_and_its_newest_step() -> (
+    None
+):
+    curves = StepCurves()
+    for step in range(20 * MAX_POINTS):
+        curves.add(step, {"reward/mean": float(step >= 10 * MAX_POINTS), "reward/math": None})
+    points = curves.curve("reward/mean")
+    assert MAX_POINTS / 2 <= len(points) <= MAX_POINTS
+    assert points[-1] == (20 * MAX_POINTS - 1, 1.0)
+    assert points[0][0] < 100
+    half = [value for step, value in points if step < 10 * MAX_POINTS]
+    assert half == [0.0] * len(half), "steps are averaged with their neighbours alone"
+    assert abs(2 * len(half) - len(points)) <= 2, "no part of the run is drawn coarser than another"
+    assert list(curves.curves().values) == ["reward/mean"]
+
+
+def test_figures_without_a_number_leave_no_point_and_a_step_has_a_median_length() -> None:
+    curves = StepCurves()
+    for step, at in enumerate((10.0, 12.0, 14.0, 5000.0, 5002.0)):
+        loss = float("nan") if step == 1 else 0.5
+        curves.add(step, {"time": at, "loss/mean": loss, "reward/mean": 0.25, "other": 1.0})
+        curves.add(step, {"time": at, "eval/demo/avg@1": 0.5})  # a line of an evaluation
+    assert [step for step, _ in curves.curve("loss/mean")] == [0, 2, 3, 4]
+    assert curves.curves().values["loss/mean"][1] is None
+    assert curves.step_s == 2.0
+    assert curves.newest == {"loss/mean": 0.5, "reward/mean": 0.25}
+    assert StepCurves().step_s is None
+
+
+def test_a_run_that_goes_on_has_the_curves_of_its_steps_before(path: Path) -> None:
+    written(path, 1, 2, 3, 4).close()
+    metrics = MetricsLog(path)
+    metrics.go_back(2, {"loss/mean": 0.5})
+    metrics.write(3, {"loss/mean": 0.25})
+    metrics.close()
+    assert metrics.curves.curve("loss/mean") == [(1, 1.0), (2, 0.5), (3, 0.25)]

@@ -17,7 +17,7 @@ from support.protocol_cases import MIXED, RUN, refuses
 from primerl.cli.tables import state_of
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.errors import UsageError
-from primerl.node.ops.control import PeerRow
+from primerl.node.ops.figures import PeerRow
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue

@@ -1,0 +1,50 @@
+"""`primerl-node dashboard`: the link of a running node's page."""
+
+from html import escape
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..node.ops.strict_json import to_json
+from .command import AsJson, DataDir, find_node
+
+
+def run(
+    data_dir: DataDir = None,
+    open_browser: Annotated[
+        bool, typer.Option("--open", help="Open the page in a browser, too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the link of a running node's page in the browser.
+
+    The page shows the run, its peers with their verdicts, evaluations, rollouts, the log and the ticket; it
+    changes nothing. A trainer serves it on 127.0.0.1, other nodes with --dashboard.port. The link holds a
+    secret that is new with each start of the node. /metrics of the same port is for Prometheus, and needs none.
+
+    \b
+    Examples:
+      primerl-node dashboard
+      primerl-node dashboard --open
+      ssh -L 8470:127.0.0.1:PORT HOST        then the link with port 8470
+    """
+    import webbrowser
+
+    from ..node.ops.control import ask
+
+    link = str(ask(find_node(data_dir), "dashboard")["link"])
+    typer.echo(to_json({"link": link}) if as_json else link)
+    if open_browser and not webbrowser.open(_redirect(link).as_uri()):
+        typer.echo("no browser was found: open the link yourself", err=True)
+
+
+def _redirect(link: str) -> Path:
+    """Write a page that leads to the link: other users of the machine can read a browser's arguments."""
+    import tempfile
+
+    path = (
+        Path(tempfile.mkdtemp(prefix="primerl-")) / "dashboard.html"
+    )  # a directory for its owner alone
+    path.write_text(f'<meta http-equiv="refresh" content="0;url={escape(link)}">', encoding="utf-8")
+    return path

@@ -1,0 +1,24 @@
+"""What the processes of a node use of their machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from primerl.node.ops.machine import Machine
+
+
+def test_memory_and_processor_time_of_children_count_as_the_node_s(tmp_path: Path) -> None:
+    alone = Machine(tmp_path).read()
+    program = "b = bytearray(200_000_000); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        machine = Machine(tmp_path)
+        both = machine.read()
+        child.communicate("\n")
+    assert both.memory_bytes > alone.memory_bytes + 190_000_000
+    assert both.cpu_cores > 0
+    assert both.disk_free_bytes > 0
+    assert machine.read() == both, "a reading is given again for a while"
