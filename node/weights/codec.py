@@ -7,11 +7,10 @@ Equal input gives equal bytes, with any number of threads, with or without a hin
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from threading import Lock
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,6 @@ from numpy.typing import NDArray
 from ...protocol.manifests import TensorInfo
 from .blocks import (
     ALONE,
-    BLOCK,
     SKIP,
     SPARSE,
     Bits,
@@ -41,6 +39,7 @@ from .payload import (
     header,
     layout_of,
     ordered,
+    together,
 )
 from .state import BITS, Changed, CodecError, State, Tensor, numel
 
@@ -63,16 +62,10 @@ which takes a quarter of the time of an update. The C library keeps that of smal
 _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 """Memory of discarded tensors, by size; a node holds at most that of two versions at a time."""
 
-T = TypeVar("T")
 Done = Callable[[str, Tensor], None]
 """Called with each tensor, and its name, once it is complete, in the thread that decoded it."""
 Coded = tuple[slice, int, memoryview]
 """The elements of a block, its method and body."""
-
-TOGETHER = 1 << 17
-"""Bytes of sparse blocks that are decoded together: for more, arrays would leave the cache."""
-MOST_TOGETHER = 16 * BLOCK
-"""Elements of such blocks, which bounds the memory for what hostile bytes may announce."""
 
 
 def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
@@ -171,7 +164,7 @@ def _decode(
     state: dict[str, Tensor] = {}
     changed: dict[str, Positions | None] = {}
     tensors = _coded_tensors(base, reader, layout, state)
-    jobs = ((group, done) for group in _together(tensors, _weigh_tensor))
+    jobs = ((group, done) for group in together(tensors, _weigh_tensor))
     for group in ordered(_decode_tensors, jobs, threads):
         changed |= group
     reader.finish()
@@ -227,21 +220,6 @@ def _coded_tensors(
         yield _CodedTensor(name, old, state[name], sparse, others)
 
 
-def _together(items: Iterable[T], weigh: Callable[[T], tuple[int, int]]) -> Iterator[list[T]]:
-    """Group neighbours whose blocks are short; `weigh` returns their bytes and elements."""
-    group: list[T] = []
-    size = elements = 0
-    for item in items:
-        more = weigh(item)
-        group.append(item)
-        size, elements = size + more[0], elements + more[1]
-        if size >= TOGETHER or elements >= MOST_TOGETHER:
-            yield group
-            group, size, elements = [], 0, 0
-    if group:
-        yield group
-
-
 def _weigh_tensor(tensor: _CodedTensor) -> tuple[int, int]:
     blocks = (*tensor.sparse, *tensor.others)
     return sum(len(body) for _, _, body in blocks), tensor.out.data.size
@@ -265,7 +243,7 @@ def _decode_tensors(
             np.copyto(tensor.out.data, tensor.base.data)
     blocks = ((tensor, part, body) for tensor in group for part, _, body in tensor.sparse)
     for dtype, alike in groupby(blocks, lambda block: block[0].out.dtype):
-        for batch in _together(alike, _weigh_block):
+        for batch in together(alike, _weigh_block):
             _decode_sparse(batch, dtype)
     changed: dict[str, Positions | None] = {}
     for tensor in group:

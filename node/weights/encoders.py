@@ -1,4 +1,4 @@
-"""Code deltas of large models in several processes.
+"""Code deltas of many changes in several processes.
 
 Where the positions of the changes are known, coding a block is many short operations on arrays, and Python's
 threads wait for each other's lock at each of them: for 0.6 B weights on 16 cores 0.6 s with two threads, 0.8 s
@@ -14,15 +14,16 @@ import queue
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BufferedIOBase
+from itertools import accumulate, groupby, pairwise
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .blocks import (
-    BLOCK,
     SKIP,
     SMALL,
     Bits,
@@ -34,7 +35,7 @@ from .blocks import (
     measure,
 )
 from .codec import encode_delta
-from .payload import DELTA, blocks_of, framed, header, layout_of, ordered
+from .payload import DELTA, blocks_of, framed, header, layout_of, ordered, together
 from .state import Changed, CodecError, State
 
 PIPE = 1 << 20
@@ -149,21 +150,28 @@ def _read(source: BufferedIOBase, dtype: np.dtype[Any], count: int) -> NDArray[A
 logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 16
-GROUP = 8
-"""Blocks that a process gets at once."""
 THREADS = 4
 """Threads that compare states; more wait for each other."""
-FEW = 1 << 18
-"""Changes below which this process codes them as fast."""
-MANY = 1 << 22
-"""Changes above which FEW_PROCESSES are not enough, and elements to compare above which threads are as good."""
-FEW_PROCESSES = 4
+WORTH_IT = 1 << 18
+"""Changes below which threads are as good; 6 ms of work for one core."""
+MOST_COMPARED = 1 << 20
+"""Elements to compare above which threads are as good."""
+SHARE = 1 << 19
+"""Changes for each process."""
 GONE = "an encoding process is gone (%s): coding here"
 """Logged when a process ended, killed for memory, say. This process then encodes; the others end with it."""
 
 NONE = np.empty(0, np.int64)
-Work = tuple[Bits, Bits, str, Sequence[slice], Positions]
-"""Bits before and after, dtype, consecutive blocks, and positions that may have changed."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a tensor, and positions in it that may have changed."""
+
+    base: Bits
+    new: Bits
+    dtype: str
+    hint: Positions
 
 
 class Encoders:
@@ -189,9 +197,9 @@ class Encoders:
         """Ids of the processes that were started."""
         return [process.pid for process in self._running]
 
-    def start(self, count: int = MAX_PROCESSES) -> None:
-        """Start up to `count` processes, if they are not running; encode_delta() does it when there is need."""
-        for _ in range(min(count, self._count) - len(self._running)):
+    def start(self, processes: int = 2) -> None:
+        """Start processes, if fewer are running; encode_delta() does it when there is need."""
+        for _ in range(min(self._count, processes) - len(self._running)):
             process = EncoderProcess()
             self._running.append(process)
             self._idle.put(process)
@@ -212,52 +220,64 @@ class Encoders:
             raise CodecError(
                 "base and new state differ in names, types or shapes: publish a snapshot"
             )
-        unknown = [name for name in new if changed.get(name, NONE) is None]
+        known: dict[str, Positions] = {}
+        unknown: list[str] = []
+        for name in new:
+            positions = changed.get(name, NONE)
+            if positions is None:
+                unknown.append(name)
+            else:
+                known[name] = positions
         to_compare = sum(new[name].data.size for name in unknown)
-        known = sum(hint.size for hint in changed.values() if hint is not None)
-        if to_compare >= MANY or to_compare + known < FEW:
+        count = to_compare + sum(positions.size for positions in known.values())
+        if to_compare >= MOST_COMPARED or count < WORTH_IT:
             return encode_delta(base, new, threads=min(THREADS, self._count), changed=changed)
-        compared = {name: np.flatnonzero(base[name].data != new[name].data) for name in unknown}
-        self.start(MAX_PROCESSES if known >= MANY else FEW_PROCESSES)
-        return self._encode(base, new, {**changed, **compared})
+        for name in unknown:
+            known[name] = np.flatnonzero(base[name].data != new[name].data)
+        self.start(max(2, count // SHARE))
+        return self._encode(base, new, known)
 
-    def _encode(self, base: State, new: State, changed: Changed) -> Iterator[bytes]:
+    def _encode(self, base: State, new: State, changed: Mapping[str, Positions]) -> Iterator[bytes]:
         layout = layout_of(new)
         yield header(DELTA, layout)
-        jobs = (
-            ((base[name].data, new[name].data, dtype, parts, positions),)
+        blocks = (
+            _Block(base[name].data[part], new[name].data[part], dtype, hint)
             for name, dtype, shape in layout
-            for positions in (changed.get(name, NONE),)
-            for parts in _groups(list(blocks_of(shape)))
+            for part, hint in _hints(list(blocks_of(shape)), changed[name])
         )
-        for group in ordered(self._code, jobs, len(self._running)):
-            for method, body in group:
+        jobs = (
+            (group,)
+            for _, alike in groupby(blocks, lambda block: block.dtype)
+            for group in together(alike, lambda block: (block.hint.size, block.new.size))
+        )
+        for coded in ordered(self._code, jobs, len(self._running)):
+            for method, body in coded:
                 yield framed(method, body)
 
-    def _code(self, work: Work) -> list[Coded]:
-        """Code the blocks of one group, in a process if anything changed."""
-        base, new, dtype, parts, positions = work
-        edges = [parts[0].start, *(part.stop for part in parts)]
-        low, high = np.searchsorted(positions, (edges[0], edges[-1]))
-        where = positions[low:high]
-        old, now = base.take(where), new.take(where)
+    def _code(self, blocks: Sequence[_Block]) -> list[Coded]:
+        """Code blocks of one dtype, in a process if anything changed."""
+        edges = [0, *accumulate(block.hint.size for block in blocks)]
+        index = np.concatenate([block.hint for block in blocks])
+        old, now = (np.empty(index.size, blocks[0].new.dtype) for _ in range(2))
+        for block, (start, end) in zip(blocks, pairwise(edges), strict=True):
+            block.base.take(block.hint, out=old[start:end], mode="clip")  # none is clipped
+            block.new.take(block.hint, out=now[start:end], mode="clip")
         differ = old != now
         if not differ.all():
-            where, old, now = where[differ], old[differ], now[differ]
-        if not where.size:
-            return [(SKIP, b"")] * len(parts)
-        counts = np.diff(np.searchsorted(where, edges)).tolist()
-        blocks = [
-            (part.stop - part.start, count) for part, count in zip(parts, counts, strict=True)
+            index, old, now = index[differ], old[differ], now[differ]
+            edges = np.concatenate([[0], np.cumsum(differ)])[edges].tolist()
+        if not index.size:
+            return [(SKIP, b"")] * len(blocks)
+        sizes = [
+            (block.new.size, end - start)
+            for block, (start, end) in zip(blocks, pairwise(edges), strict=True)
         ]
-        coded = self._ask(blocks, where & (BLOCK - 1), measure(old, now, dtype))
-        at = 0
-        for number, (part, (size, count)) in enumerate(zip(parts, blocks, strict=True)):
+        coded = self._ask(sizes, index, measure(old, now, blocks[0].dtype))
+        for number, block in enumerate(blocks):
             # As encode_block(): such a block may be shorter as it stands.
-            if size <= SMALL or is_large(coded[number][1], new[part]):
-                hint = where[at : at + count] - part.start
-                coded[number] = encode_block(base[part], new[part], dtype, hint)
-            at += count
+            if block.new.size <= SMALL or is_large(coded[number][1], block.new):
+                hint = index[edges[number] : edges[number + 1]]
+                coded[number] = encode_block(block.base, block.new, block.dtype, hint)
         return coded
 
     def _ask(self, blocks: Sequence[tuple[int, int]], index: Positions, moves: Bits) -> list[Coded]:
@@ -271,8 +291,11 @@ class Encoders:
             self._idle.put(process)
 
 
-def _groups(parts: Sequence[slice]) -> Iterator[Sequence[slice]]:
-    return (parts[at : at + GROUP] for at in range(0, len(parts), GROUP))
+def _hints(parts: Sequence[slice], positions: Positions) -> Iterator[tuple[slice, Positions]]:
+    """Yield each block of a tensor with the positions in it, counted from its start."""
+    edges = np.searchsorted(positions, [0, *(part.stop for part in parts)]).tolist()
+    for part, (low, high) in zip(parts, pairwise(edges), strict=True):
+        yield part, positions[low:high] - part.start
 
 
 if __name__ == "__main__":

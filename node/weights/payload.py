@@ -35,6 +35,11 @@ CHUNK_SHARE = 64
 MAX_REMEMBERED = 256
 """Most artifacts whose chunks NeededChunks remembers."""
 
+TOGETHER = 1 << 17
+"""Bytes or changes of blocks that are coded together: with more, arrays would leave the cache."""
+MOST_TOGETHER = 16 * BLOCK
+"""Elements of such blocks, which bounds the memory for what hostile bytes may announce."""
+
 _HEADER = struct.Struct("<4sB16s")
 HEADER_BYTES = _HEADER.size
 
@@ -97,6 +102,24 @@ def ordered(
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+
+
+def together(items: Iterable[T], weigh: Callable[[T], tuple[int, int]]) -> Iterator[list[T]]:
+    """Group neighbours, so that short blocks share the operations on arrays.
+
+    `weigh` returns the bytes of an item's blocks, or their number of changes, and their elements.
+    """
+    group: list[T] = []
+    weight = elements = 0
+    for item in items:
+        more = weigh(item)
+        group.append(item)
+        weight, elements = weight + more[0], elements + more[1]
+        if weight >= TOGETHER or elements >= MOST_TOGETHER:
+            yield group
+            group, weight, elements = [], 0, 0
+    if group:
+        yield group
 
 
 class PayloadReader:

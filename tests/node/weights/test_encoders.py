@@ -26,6 +26,7 @@ def steps() -> tuple[State, State]:
     """Tensors of several blocks, small ones, and every density."""
     rng = np.random.default_rng(5)
     base = {
+        "as it was": cases.like_a_model(9, 5000),
         "dense": cases.like_a_model(1, 9000),
         "long": cases.like_a_model(2, 2 * BLOCK + 100),
         "noise": Tensor("F32", (6000,), rng.integers(0, 2**32, 6000, dtype="<u4")),
@@ -48,7 +49,7 @@ def hints(base: State, new: State) -> Changed:
     return {
         name: np.flatnonzero(tensor.data != base[name].data)
         for name, tensor in new.items()
-        if name != "same"
+        if name not in ("as it was", "same")
     }
 
 
@@ -59,7 +60,7 @@ def coded(pool: Encoders, base: State, new: State, changed: Changed | None) -> b
 @pytest.fixture
 def for_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are asked however few elements changed."""
-    monkeypatch.setattr(encoders, "FEW", 0)
+    monkeypatch.setattr(encoders, "WORTH_IT", 0)
 
 
 @pytest.mark.usefixtures("for_little")
@@ -68,8 +69,10 @@ def test_processes_give_the_bytes_of_one_thread(pool: Encoders) -> None:
     plain = b"".join(encode_delta(base, new))
     exact = hints(base, new)
     assert coded(pool, base, new, exact) == plain
+    more: Changed = {**exact, "long": np.arange(base["long"].data.size)}
+    assert coded(pool, base, new, more) == plain  # more than what changed, but for one tensor
     every: Changed = {name: np.arange(t.data.size) for name, t in base.items()}
-    assert coded(pool, base, new, every) == plain  # more than what changed
+    assert coded(pool, base, new, every) == plain
     assert coded(pool, new, new, {}) == b"".join(encode_delta(new, new))
     assert pool.pids
 
@@ -138,8 +141,8 @@ def test_a_few_elements_to_compare_do_not_keep_the_rest_from_the_processes(
     pool: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, new = steps()
-    monkeypatch.setattr(encoders, "FEW", 5000)
-    monkeypatch.setattr(encoders, "MANY", 5000)
+    monkeypatch.setattr(encoders, "WORTH_IT", 5000)
+    monkeypatch.setattr(encoders, "MOST_COMPARED", 5000)
     some: Changed = {**hints(base, new), "small": None}
     assert coded(pool, base, new, some) == b"".join(encode_delta(base, new))
     with Encoders(2) as idle:
