@@ -13,7 +13,7 @@
 # a random model of two layers):
 #
 #                                     below position 64    from there on
-#     llama_4_scaling_beta 0.1                   0.0000           @@
+#     llama_4_scaling_beta 0.1                   0.0000           0.7047
 #     llama_4_scaling_beta 0.0                   0.0000           0.0000
 #
 # Fails if that changes. Installs 4 GB; pip has to be pointed at CPU builds of torch (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS).
