@@ -153,6 +153,16 @@ async def test_an_engine_that_nobody_needs_ends_until_the_next_request(
         with pytest.raises(asyncio.CancelledError):
             await given_up
         assert await weights(engine) == [1, 2, 4]
+        waiting = asyncio.create_task(engine.generate(ask(fake.WAITS)))
+        while not engine.stats().running:
+            assert await weights(engine) == [1, 2, 4]
+        (process,) = engine.pids
+        await engine.update(2, state(1, 2, 5), {"w": np.array([2])})
+        for _ in range(16):
+            assert await weights(engine) == [1, 2, 5]
+        assert engine.pids == [process], "it has work"
+        waiting.cancel()
+        await asyncio.wait([waiting])
         assert engine.stats().restarts == 0, "none was lost"
 
 
