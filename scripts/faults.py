@@ -484,6 +484,13 @@ FAULTS = (
         ("test_an_engine_that_has_become_slow_does_not_hand_back_all_its_leases",),
     ),
     Fault(
+        "an engine rests while it works",
+        "node/inference/hosted.py",
+        "if self._rests or busy or time.monotonic() < self._used_at + self._rest_s:",
+        "if self._rests:",
+        ("test_an_engine_that_nobody_needs_ends_until_the_next_request",),
+    ),
+    Fault(
         "an engine hangs while its node stands still",
         "node/inference/hosted.py",
         "silence = min((min(child.silent_s, child.missed_s) for child in children), default=0.0)",

@@ -111,7 +111,7 @@ async def join(config: JoinConfig, ticket: Callable[[], Awaitable[str]] | None =
     factories, kind = sandboxed(config), WorkerNode if is_worker else ValidatorNode
     early = begun_ahead(config.engine) if ticket and is_worker else nullcontext()
     async with early as ahead:
-        factories = replace(factories, engine=partial(build_engine, ahead=ahead))
+        factories = replace(factories, engine=partial(build_engine, hosted=True, ahead=ahead))
         if ticket is not None:
             config = config.model_copy(update={"ticket": await ticket()})
         node = kind(config, load_key(data_dir), data_dir, factories)

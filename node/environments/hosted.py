@@ -21,7 +21,7 @@ from ...protocol.recent import RecentDict
 from ..config.run import EnvironmentConfig
 from ..config.sandbox import SandboxConfig
 from ..errors import NodeError, StorageError
-from ..process.child_process import ChildProcess
+from ..process.child_process import REST_S, REST_STARTS, ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.frames import ProcessMessage
 from ..process.heap import trim_heap
@@ -98,10 +98,6 @@ LOOKS = 16
 """Latest such checks in which it is noted whether the environment's code runs."""
 BUSY_LOOKS = 8
 """Of these, the least in which the code of a busy process ran: rollouts come in bursts."""
-REST_S = 300.0
-"""Time without a request after which the process ends, and frees its memory, until the next one; more where its
-start took more than a REST_STARTS-th of it."""
-REST_STARTS = 20.0
 SILENT_S = 30.0
 """Tolerated silence of the process, beyond the environment's own limits."""
 MOST_QUESTIONS = 64

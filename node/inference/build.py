@@ -18,18 +18,19 @@ def build_engine(
     config: EngineConfig,
     gpus: Callable[[], Sequence[str]] = usable,
     *,
+    hosted: bool = False,
     ahead: "EngineChild | None" = None,
 ) -> Engine:
     """Make the engine that `config.type` names, not started; heavy libraries load at start().
 
-    On a GPU it computes in a process of its own; docs/training.md says why. `gpus` returns the usable GPUs,
-    `ahead` is a process of begun_ahead().
+    On a GPU, and if `hosted`, it computes in a process of its own (docs/training.md says why). `gpus` returns
+    the usable GPUs, `ahead` is a process of begun_ahead().
     """
     if config.type == "vllm":
         from .hosted import HostedEngine
 
         return HostedEngine(config, ahead=ahead)
-    if is_on_gpu(config.device, gpus):
+    if hosted or is_on_gpu(config.device, gpus):
         from .hosted import HostedEngine
 
         return HostedEngine(config.model_copy(update=ALONE))

@@ -311,7 +311,7 @@ class EngineReplica:
         self._timeouts = timeouts
         self._policy = policy
         self._child = child or self._make()
-        self._up = False
+        self._up = self._closed = False
         self._failures = 0
         self._watching: asyncio.Task[None] | None = None
         self._reason = ""
@@ -342,13 +342,30 @@ class EngineReplica:
         """Start and watch the first process. Raises the errors of its start, without a retry."""
         await self._child.start(self._setup)
         self._up = True
-        self._watching = asyncio.create_task(self._watch(), name=f"{self._name} watch")
-        self._watching.add_done_callback(self._ended)
+        self._start_watch()
+
+    async def rest(self) -> None:
+        """End the process, which must have no request, until wake()."""
+        await end_tasks(self._watching)
+        self._past = self._past.with_totals(self._child.stats)
+        self._down("")
+        await self._child.close()
+
+    async def wake(self) -> None:
+        """Start a process again after rest(), with the newest policy; if that fails, as after a loss."""
+        await self._restart()
+        if not self._closed:
+            self._start_watch()
 
     async def close(self) -> None:
         """End the watch and the process, without force if it works."""
+        self._closed = True
         await end_tasks(self._watching)
         await self._child.close()
+
+    def _start_watch(self) -> None:
+        self._watching = asyncio.create_task(self._watch(), name=f"{self._name} watch")
+        self._watching.add_done_callback(self._ended)
 
     def _make(self) -> EngineChild:
         return EngineChild(
@@ -358,13 +375,14 @@ class EngineReplica:
     async def _watch(self) -> None:
         """Restart the process whenever it is lost; return when it is given up."""
         while not self.given_up:
-            began = time.monotonic()
-            await self._child.lost.wait()
-            if time.monotonic() - began >= self._timeouts.steady_s:
-                self._failures = 0
-            self._past = self._past.with_totals(self._child.stats)
-            self._down(self._child.fault)
-            await self._child.kill()
+            if self._up:
+                began = time.monotonic()
+                await self._child.lost.wait()
+                if time.monotonic() - began >= self._timeouts.steady_s:
+                    self._failures = 0
+                self._past = self._past.with_totals(self._child.stats)
+                self._down(self._child.fault)
+                await self._child.kill()
             await self._replace()
 
     async def _replace(self) -> None:
@@ -379,22 +397,23 @@ class EngineReplica:
                 *(self._name, self.fault, pause, self._failures, self._timeouts.max_restarts),
             )
             await asyncio.sleep(pause)
-            await self._restart()
+            self.restarts += await self._restart()
 
-    async def _restart(self) -> None:
+    async def _restart(self) -> bool:
+        """Start a new process; returns whether it works."""
         child = self._child = self._make()
         try:
             await child.start(self._setup)
             async with self._policy.gate:  # no version is missed between renew() and the next load
                 await self._policy.renew(child)
                 self._up, self._reason = True, ""
-                self.restarts += 1
                 self._policy.replicas_changed.set()
         except (NodeError, OSError) as error:
             self._down(child.fault or str(error))
             await child.kill()
-            return
+            return False
         logger.info("%s works again", self._name)
+        return True
 
     def _down(self, fault: str) -> None:
         self._up, self._reason = False, fault

@@ -30,6 +30,8 @@ from ..config.engine import EngineConfig
 from ..errors import EngineError, EngineLost, UsageError, first_cause
 from ..gpus import VARIABLE, shown, visible
 from ..memory_plan.memory import check_fits
+from ..process.child_process import REST_S, REST_STARTS
+from ..process.heap import trim_heap
 from ..process.spawn import PARENT_VARIABLE
 from ..tasks import end_tasks
 from ..weights.state import Changed, State
@@ -96,6 +98,13 @@ class HostedEngine:
         """Done when the base of these adapters is in the model's directory; None if it is there."""
         self._api: ApiOptions | None = None
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
+        self._rest_s = REST_S
+        self._used_at = time.monotonic()
+        self._rests = False
+        """Whether the processes have ended for want of work, until there is some."""
+        self._turning = asyncio.Lock()
+        """Held while they end so, and while they are started again."""
+        self._resting: asyncio.Task[None] | None = None
 
     @property
     def policy_version(self) -> int:
@@ -151,9 +160,11 @@ class HostedEngine:
         await asyncio.gather(self._start_replicas(), self._read_base(model_dir))
         self._require(STARTING)
         self._fault = ""
-        logger.info(
-            "%d x %s started in %.1f s", len(environments), self._title, time.monotonic() - began
-        )
+        took_s = time.monotonic() - began
+        logger.info("%d x %s started in %.1f s", len(environments), self._title, took_s)
+        if self._config.type != "vllm":  # that takes long to start
+            self._rest_s = max(REST_S, took_s * REST_STARTS)
+            self._resting = asyncio.create_task(self._rest_when_idle(), name="engine rests")
 
     def merge_adapters(self, run: RunManifest, fetched: Awaitable[None] | None = None) -> bool:
         """Make every engine merge adapters into the base of `run`; call before start().
@@ -199,6 +210,7 @@ class HostedEngine:
         self._require_weights()
         longest = self._config.max_model_len
         check_request(request, self._vocab_size, longest)
+        await self._wake()
         with self._chosen(request.group) as (_, child):
             return await child.generate(request)
 
@@ -249,10 +261,11 @@ class HostedEngine:
             yield self._replicas.index(replica), child
         finally:
             replica.load -= 1
+            self._used_at = time.monotonic()
 
     def stats(self) -> EngineStats:
         """See Engine. Raises EngineError if every engine was given up."""
-        fault = "" if self._fault else self._down() or self._hanging()
+        fault = "" if self._fault or self._rests else self._down() or self._hanging()
         stats = [replica.stats for replica in self._replicas]
         whole = EngineStats(
             running=sum(engine.running for engine in stats),
@@ -267,6 +280,7 @@ class HostedEngine:
     async def close(self) -> None:
         """End the processes, by force if need be; pending requests raise EngineError."""
         self._fault = CLOSED
+        await end_tasks(self._resting)
         # close the engines first: pending requests then report that the engine was closed
         await asyncio.gather(*(replica.close() for replica in self._replicas))
         if self._ahead is not None:
@@ -291,6 +305,33 @@ class HostedEngine:
                 raise EngineError(f"{self._title} did not start: {cause}") from cause
             raise cause from None
 
+    # -- without work ------------------------------------------------------------------------------
+
+    async def _rest_when_idle(self) -> None:
+        """End the processes whenever there was no work for some time."""
+        while True:
+            left_s = self._used_at + self._rest_s - time.monotonic()
+            await asyncio.sleep(max(left_s, self._rest_s / 10))
+            async with self._in_turn, self._turning:
+                busy = any(replica.load for replica in self._replicas) or not self._children()
+                if self._rests or busy or time.monotonic() < self._used_at + self._rest_s:
+                    continue
+                self._rests = True  # a request that comes meanwhile waits for the lock
+                await asyncio.gather(*(replica.rest() for replica in self._replicas))
+                trim_heap()
+
+    async def _wake(self) -> None:
+        """Start processes that rest; a caller that is cancelled leaves none half-started."""
+        if self._rests:
+            await self._kept(self._wake_all())
+
+    async def _wake_all(self) -> None:
+        async with self._turning:
+            if self._rests:
+                await asyncio.gather(*(replica.wake() for replica in self._replicas))
+                self._rests = False
+                self._used_at = time.monotonic()
+
     # -- weights -----------------------------------------------------------------------------------
 
     async def _change(
@@ -298,6 +339,8 @@ class HostedEngine:
     ) -> None:
         self._require("")
         async with self._in_turn:
+            await self._wake()
+            self._used_at = time.monotonic()
             while True:
                 await self._wait_for_one()
                 try:

@@ -30,6 +30,10 @@ from .unix_sockets import SOCKET_VARIABLE, TOKEN_VARIABLE, listen
 
 logger = logging.getLogger(__name__)
 
+REST_S = 300.0
+"""Time without a request after which a process ends that the next request can start again; longer, where its
+start took more than a REST_STARTS-th of it."""
+REST_STARTS = 20.0
 TAIL_LINES = 200
 EXIT_REASON_S = 1.0
 """Wait for the exit code and the last log lines of a process that closed its output."""

@@ -20,7 +20,7 @@ from ..config.engine import EXACT_NEEDS_VLLM, KEPT_NEEDS_VLLM, EngineConfig
 from ..errors import EngineError
 from ..inference.handover import shared_file
 from ..models.model_files import vocab_size
-from ..process.child_process import ChildProcess
+from ..process.child_process import REST_S, ChildProcess
 from ..process.spawn import PARENT_VARIABLE
 from ..tasks import end_tasks
 from ..weights.state import State
@@ -53,8 +53,6 @@ from .local_audits import AuditFailed, Portions, prefill_costs
 logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.audit_process")
-REST_S = 300.0
-"""Time without an audit after which the process ends, and frees its memory, until the next one."""
 START_TIMEOUT_S = 120.0
 """Time for loading torch and for the first use of a device."""
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
-from primerl.node.environments.hosted import REST_S
 from primerl.node.errors import NodeError
 from primerl.node.ops.control import ask
+from primerl.node.process.child_process import REST_S
 from primerl.scripts.bench.children import cpu_by_process
 from primerl.scripts.bench.report import Goal, at_most, conclude, make_parser, show_figures
 

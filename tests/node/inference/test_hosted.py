@@ -21,6 +21,7 @@ from support.waiting import until
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, EngineLost, UsageError
+from primerl.node.inference import hosted
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.inference.engine_replica import EngineChild, EngineTimeouts
 from primerl.node.inference.host_messages import ApiOptions
@@ -119,6 +120,65 @@ async def begun() -> EngineChild:
     ahead = EngineChild("fake", "vLLM", dict(os.environ), PROGRAM, TIMEOUTS)
     await ahead.begin()
     return ahead
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that start quickly rest at once."""
+    monkeypatch.setattr(hosted, "REST_S", 0.01)
+    monkeypatch.setattr(hosted, "REST_STARTS", 0.0)
+
+
+async def rested(engine: HostedEngine) -> None:
+    """Wait until the engine has ended its processes."""
+    await until(lambda: not started_processes())
+    assert not engine.pids
+
+
+async def test_an_engine_that_nobody_needs_ends_until_the_next_request(
+    model_dir: Path, impatient: None
+) -> None:
+    async with running(model_dir, config().model_copy(update={"type": "hf"})) as engine:
+        await rested(engine)
+        assert (engine.policy_version, engine.stats().fault) == (0, "")
+        answers = await asyncio.gather(*(weights(engine) for _ in range(16)))
+        assert answers == [[1, 2, 3]] * 16
+        await rested(engine)
+        await engine.update(1, state(1, 2, 4), {"w": np.array([2])})
+        assert await weights(engine) == [1, 2, 4]
+        await rested(engine)
+        given_up = asyncio.create_task(weights(engine))
+        await until(lambda: bool(started_processes()))
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert await weights(engine) == [1, 2, 4]
+        waiting = asyncio.create_task(engine.generate(ask(fake.WAITS)))
+        while not engine.stats().running:
+            assert await weights(engine) == [1, 2, 4]
+        (process,) = engine.pids
+        await engine.update(2, state(1, 2, 5), {"w": np.array([2])})
+        for _ in range(16):
+            assert await weights(engine) == [1, 2, 5]
+        assert engine.pids == [process], "it has work"
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert engine.stats().restarts == 0, "none was lost"
+
+
+async def test_a_resting_engine_that_cannot_start_again_is_lost_and_given_up(
+    model_dir: Path, impatient: None
+) -> None:
+    broken = model_dir / "broken"
+    resting = config(fails=str(broken)).model_copy(update={"type": "hf"})
+    async with running(model_dir, resting, restarting(2)) as engine:
+        await rested(engine)
+        broken.touch()
+        with pytest.raises(EngineLost, match="started again"):
+            await weights(engine)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(EngineError, match="given up after 2 restarts"):
+                await engine.load(1, state(4, 5, 6))
 
 
 async def test_a_process_that_is_ahead_becomes_the_first_engine(model_dir: Path) -> None:
