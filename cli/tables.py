@@ -199,6 +199,18 @@ def fitted(
     return listing(columns, rows, console().width)
 
 
+def fitting(
+    columns: Sequence[Column[T]], rows: Sequence[T], width: int
+) -> list[tuple[Column[T], int]]:
+    """Choose the most important columns that fit into `width`, and the width of each."""
+    whole = {
+        column.name: max(cell_len(text) for text in [column.name, *map(column.cell, rows)])
+        for column in columns
+    }
+    room = _fitting(columns, whole, width)
+    return [(column, room[column.name]) for column in columns if column.name in room]
+
+
 def _fitting(columns: Sequence[Column[T]], whole: Mapping[str, int], width: int) -> dict[str, int]:
     """Choose the columns that fit, and the width of each."""
     room: dict[str, int] = {}
