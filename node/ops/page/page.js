@@ -80,7 +80,11 @@ function tiles(status) {
     add("Leases held", status.leases);
   }
   if (engine) add("Engine", `${short(engine.tokens_per_s)} tokens/s`, engine.fault ? clean(engine.fault) : `${engine.inflight} of ${engine.cap} in flight`);
-  if (trainer) add("Accepted", status.accepted, "rollouts");
+  if (trainer) {
+    const audited = figures.peers.reduce((total, row) => total + row.audited, 0);
+    add("Accepted", status.accepted, "rollouts");
+    add("Audited", audited, judged ? `${short((100 * audited) / judged)} % of the rollouts` : "");
+  }
   add("Rejected", rejected, judged ? `${short((100 * rejected) / judged)} %` : "");
   add("Traffic", `${size(status.bytes_sent)} up`, `${size(status.bytes_received)} down`);
   if (machine) {
