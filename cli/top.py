@@ -218,7 +218,7 @@ class TopScreen(App[None]):
 
     def _head(self) -> Group:
         table = plain_table(
-            "", "NODE", "ROLE", "PHASE", "STEP", "VER", "CORES", "MEMORY", "UP", fold="PHASE"
+            "", "NODE", "ROLE", "PHASE", "STEP", "VER", "CORES", "MEMORY", "GPU", "UP", fold="PHASE"
         )
         for node in self._shown:
             status, chosen = node.status, ">" if node is self.node else ""
@@ -235,6 +235,7 @@ class TopScreen(App[None]):
                 version(status.version),
                 f"{machine.cpu_cores:.2f}" if machine else NONE,
                 size(machine.memory_bytes) if machine else NONE,
+                NONE if not machine or machine.gpu_busy is None else f"{machine.gpu_busy:.0%}",
                 duration(status.uptime_s),
             )
         parts: list[Any] = [table]

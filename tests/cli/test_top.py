@@ -67,6 +67,7 @@ async def test_nodes_and_peers_fit_80_columns(serve: Serve) -> None:
             "1.50",
             "400.0 MB",
             "3.50",
+            "75%",
             "12 of 16 groups are in",
         ):
             assert words in shown

@@ -89,6 +89,7 @@ function tiles(status) {
   add("Traffic", `${size(status.bytes_sent)} up`, `${size(status.bytes_received)} down`);
   if (machine) {
     add("Processor", `${machine.cpu_cores.toFixed(2)} cores`);
+    if (machine.gpus) add(machine.gpus > 1 ? `${machine.gpus} GPUs` : "GPU", machine.gpu_busy === null ? "-" : `${Math.round(100 * machine.gpu_busy)} % busy`, `${size(machine.gpu_memory_bytes)} of ${size(machine.gpu_memory_total_bytes)}`);
     add("Memory", size(machine.memory_bytes), `${size(machine.disk_free_bytes)} free on disk`);
   }
   add("Up", duration(status.uptime_s), clean(status.software));
