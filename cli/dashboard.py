@@ -40,11 +40,12 @@ def run(
 
 
 def _redirect(link: str) -> Path:
-    """Write a page that leads to the link: other users of the machine can read a browser's arguments."""
-    import tempfile
+    """Write a page of the user's own that leads to the link: other users can read a browser's arguments."""
+    from ..node.ops.control import registry_directory
+    from ..node.storage.run_files import write
 
-    path = (
-        Path(tempfile.mkdtemp(prefix="primerl-")) / "dashboard.html"
-    )  # a directory for its owner alone
-    path.write_text(f'<meta http-equiv="refresh" content="0;url={escape(link)}">', encoding="utf-8")
+    path = registry_directory() / "dashboard.html"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    page = f'<meta http-equiv="refresh" content="0;url={escape(link)}">\n'
+    write(path, page, mode=0o600)
     return path

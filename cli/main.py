@@ -115,6 +115,7 @@ CONFIGURED: dict[str, tuple[Callable[..., Any], str]] = {
 PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "status": (status.status, "Show how the running node is doing."),
     "peers": (status.peers, "Show the peers of the running node, and how they do."),
+    "top": (status.top, "Show the nodes of this machine and their peers, live."),
     "dashboard": (dashboard.run, "Print the link of the running node's page in the browser."),
     "ban": (ban.ban, "Give a worker no more work."),
     "pardon": (ban.pardon, "Forget what is held against a worker."),

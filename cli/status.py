@@ -57,6 +57,35 @@ def peers(
     show_answer(find_node(data_dir), "peers", draw, as_json=as_json, watch=watch, wide=wide)
 
 
+def top(data_dir: DataDir = None) -> None:
+    """Show the nodes of this machine and the peers of one of them, live; with --data-dir one node alone.
+
+    Keys: s sorts by the next column, r reverses, / filters, Enter shows a peer with the verdicts on its work,
+    n goes to the next node, q quits. 80 columns are enough; a wider terminal shows more.
+    """
+    import sys
+
+    from ..node.errors import UsageError
+    from ..node.ops.control import NodeState, running
+    from .top import TopScreen
+
+    if not sys.stdout.isatty():
+        raise UsageError("top needs a terminal: `primerl-node peers --watch` writes to a pipe")
+
+    def nodes() -> list[NodeState]:
+        entries = [(entry.role, Path(entry.data_dir)) for entry in running()]
+        if data_dir is not None:
+            node = find_node(data_dir)
+            entries = [entry for entry in entries if entry[1] == node.resolve()] or [("", node)]
+        # the trainer first
+        entries.sort(key=lambda entry: (entry[0] != "trainer", entry[1]))
+        return [NodeState(directory.name, directory) for _, directory in entries]
+
+    if data_dir is None and not nodes():
+        find_node(None)  # says what to do
+    TopScreen(nodes).run()
+
+
 def status(data_dir: DataDir = None, as_json: AsJson = False, watch: Watch = False) -> None:
     """Show how a running node is doing: phase, step, policy version, rollouts, bytes."""
     import msgspec

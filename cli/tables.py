@@ -199,6 +199,18 @@ def fitted(
     return listing(columns, rows, console().width)
 
 
+def fitting(
+    columns: Sequence[Column[T]], rows: Sequence[T], width: int
+) -> list[tuple[Column[T], int]]:
+    """Choose the most important columns that fit into `width`, and the width of each."""
+    whole = {
+        column.name: max(cell_len(text) for text in [column.name, *map(column.cell, rows)])
+        for column in columns
+    }
+    room = _fitting(columns, whole, width)
+    return [(column, room[column.name]) for column in columns if column.name in room]
+
+
 def _fitting(columns: Sequence[Column[T]], whole: Mapping[str, int], width: int) -> dict[str, int]:
     """Choose the columns that fit, and the width of each."""
     room: dict[str, int] = {}
@@ -477,7 +489,16 @@ def policy(status: Status) -> str:
 def machine(row: MachineRow) -> str:
     """Say what a node's processes use of their machine."""
     used = f"{row.cpu_cores:.2f} cores, {size(row.memory_bytes)} of memory"
-    return f"{used}, {size(row.disk_free_bytes)} free on the disk"
+    return f"{used}, {gpu(row)}{size(row.disk_free_bytes)} free on the disk"
+
+
+def gpu(row: MachineRow) -> str:
+    """Say how busy the GPUs of a node are, followed by a comma; empty if it has none."""
+    if not row.gpus:
+        return ""
+    busy = "" if row.gpu_busy is None else f" {row.gpu_busy:.0%} busy"
+    memory = f"{size(row.gpu_memory_bytes)} of {size(row.gpu_memory_total_bytes)}"
+    return f"{row.gpus} GPU{'s' * (row.gpus > 1)}{busy} with {memory} in use, "
 
 
 def engine(row: EngineRow) -> str:

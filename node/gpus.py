@@ -72,7 +72,9 @@ def _nvml() -> "list[GpuMemory] | None":
             for device in slices or [whole]:
                 uuid, name = pynvml.nvmlDeviceGetUUID(device), pynvml.nvmlDeviceGetName(device)
                 number = uuid if slices else str(index)
-                listed.append(GpuMemory(number, uuid, name, *_memory(device), driver))
+                listed.append(
+                    GpuMemory(number, uuid, name, *_memory(device), driver, _busy(device))
+                )
         return listed
     except pynvml.NVMLError:
         return []
@@ -105,6 +107,16 @@ def _memory(device: Any) -> tuple[int, int]:
     except pynvml.NVMLError:
         return 0, 0
     return int(memory.total), int(memory.free)
+
+
+def _busy(device: Any) -> float | None:
+    """Return the share of the last second or less in which a device computed; None if it does not say."""
+    import pynvml
+
+    try:
+        return int(pynvml.nvmlDeviceGetUtilizationRates(device).gpu) / 100
+    except pynvml.NVMLError:  # a MIG slice
+        return None
 
 
 def device_files(directory: Path) -> list[Gpu]:
@@ -190,6 +202,8 @@ class GpuMemory(NamedTuple):
     """Bytes."""
     free: int
     driver: str
+    busy: float | None = None
+    """Share of the last second or less in which it computed; None for a MIG slice, which does not say."""
 
 
 Ask = Callable[[], Sequence[GpuMemory]]

@@ -104,6 +104,7 @@ HEAVY = {
     "zstandard": {"node.weights.blocks"},
     "typer": {"cli"},
     "rich": {"cli"},
+    "textual": {"cli.top"},
     "blake3": {"crypto.hashing"},
     "cryptography": {"crypto.keys"},
 }
@@ -112,6 +113,7 @@ LIGHT = {"typer", "rich", "blake3", "cryptography", "zstandard"}
 COMPUTING = ("node.models", "node.inference", "node.training", "node.pipeline", "node.verification")
 """The folders that may import torch; they alone may load torch or triton when they are imported."""
 LOADED_AT_IMPORT = {
+    "textual": ("cli.top",),
     "renderers": ("node.environments.tools",),
     "mcp": ("node.environments.tools",),
     "verifiers": (

@@ -12,12 +12,12 @@ from ..errors import BAD_FILE, NodeError, UsageError
 from ..evaluation.online import Evaluated
 from ..ops.dashboard import Query
 from ..reports.explain import VerdictLine, listed
-from ..storage.rollouts import BRIEF, KeptRollout, RolloutFiles, RolloutFilter
+from ..storage.rollouts import BRIEF, RolloutFiles, RolloutFilter
 from ..storage.run_files import EVALUATIONS, ROLLOUTS
 
 MAX_VERDICTS, MAX_STEPS, MAX_ROLLOUTS, MAX_EVALUATIONS = 50, 500, 512, 1000
-MAX_TEXT = 100_000
-"""Characters of a part of a rollout."""
+MAX_TEXT = 1_000_000
+"""Characters of a rollout."""
 
 
 class StepRollouts(msgspec.Struct):
@@ -100,7 +100,14 @@ class PageQueries:
             raise UsageError("a rollout is at STEP/GROUP/ROLLOUT")
         step, group, rollout = map(_number, numbers)
         at = RolloutFilter((step, step), group=group, rollout=rollout)
-        return [RolloutText(branch.place, _parts(branch)) for branch in self._files.select(at)]
+        left, branches = MAX_TEXT, list[RolloutText]()
+        for branch in self._files.select(at):
+            parts = list[tuple[str, bool]]()
+            for text, drawn in branch.parts():
+                parts.append((text[:left], drawn))
+                left -= len(parts[-1][0])
+            branches.append(RolloutText(branch.place, parts))
+        return branches
 
     async def evaluations(self) -> list[EvaluationLine]:
         """Read the newest evaluations, oldest first."""
@@ -136,7 +143,3 @@ def _number(text: str) -> int:
     if not text.isdecimal() or len(text) > 9:
         raise UsageError("steps, groups and rollouts are numbers")
     return int(text)
-
-
-def _parts(rollout: KeptRollout) -> list[tuple[str, bool]]:
-    return [(text[:MAX_TEXT], drawn) for text, drawn in rollout.parts()]

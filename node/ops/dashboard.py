@@ -9,6 +9,7 @@
 
 import asyncio
 import hmac
+import inspect
 import logging
 import math
 import secrets
@@ -253,11 +254,15 @@ class Dashboard:
         if query is None:
             raise web.HTTPNotFound(text="this node answers no such question")
         try:
+            inspect.signature(query).bind(**request.query)
+        except TypeError as error:
+            raise web.HTTPBadRequest(text=str(error)[:400]) from error
+        try:
             async with asyncio.timeout(self._limits.answer_s):
                 answer = await query(**request.query)
         except TimeoutError as error:
             raise web.HTTPServiceUnavailable(text="not answered in time") from error
-        except (NodeError, TypeError, ValueError) as error:  # of its arguments
+        except (NodeError, ValueError) as error:
             raise web.HTTPBadRequest(text=str(error)[:400]) from error
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 

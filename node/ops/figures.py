@@ -76,6 +76,13 @@ class MachineRow(msgspec.Struct):
     """Resident memory; pages that processes share count in each."""
     disk_free_bytes: int
     """Room on the disk of the node's data directory."""
+    gpus: int = 0
+    """GPUs that the node sees."""
+    gpu_busy: float | None = None
+    """Share of the last second or less in which they computed, mean; None where none says."""
+    gpu_memory_bytes: int = 0
+    gpu_memory_total_bytes: int = 0
+    """Memory of these GPUs, used (also by other programs) and in all."""
 
 
 class EngineRow(msgspec.Struct):

@@ -3,7 +3,9 @@
 import shutil
 import time
 from pathlib import Path
+from statistics import fmean
 
+from ..gpus import visible_memory
 from .figures import MachineRow
 
 SAME_S = 10.0
@@ -44,4 +46,14 @@ class Machine:
         since = self._at if known else now - (time.time() - this.create_time())
         used = sum(spent - known.get(name, 0.0) for name, spent in self._cpu.items())
         free = shutil.disk_usage(self._data_dir).free
-        return MachineRow(round(used / max(now - since, 0.001), 3), memory, free)
+        gpus = visible_memory()
+        busy = [gpu.busy for gpu in gpus if gpu.busy is not None]
+        return MachineRow(
+            cpu_cores=round(used / max(now - since, 0.001), 3),
+            memory_bytes=memory,
+            disk_free_bytes=free,
+            gpus=len(gpus),
+            gpu_busy=fmean(busy) if busy else None,
+            gpu_memory_bytes=sum(gpu.total - gpu.free for gpu in gpus),
+            gpu_memory_total_bytes=sum(gpu.total for gpu in gpus),
+        )

@@ -93,6 +93,12 @@ def _node(status: Status) -> "Iterator[Metric]":
         yield _gauge("primerl_memory_bytes", text, machine.memory_bytes)
         text = "Room on the disk of its data directory."
         yield _gauge("primerl_disk_free_bytes", text, machine.disk_free_bytes)
+        if machine.gpus:
+            text = "Memory in use on the GPUs that it sees."
+            yield _gauge("primerl_gpu_memory_bytes", text, machine.gpu_memory_bytes)
+        if machine.gpu_busy is not None:
+            text = "Share of its time in which such a GPU computes, mean, 0 to 1."
+            yield _gauge("primerl_gpu_busy_ratio", text, machine.gpu_busy)
 
 
 def _engine(status: Status) -> "Iterator[Metric]":

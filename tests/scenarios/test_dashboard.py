@@ -40,7 +40,7 @@ async def test_nodes_of_a_run_show_it_and_what_their_files_hold(
         [newest, *_] = await fetched(swarm.trainer, f"api/verdicts?peer={peer}")
         assert newest["worker"] == peer
         async with asyncio.timeout(60):  # they are written beside the steps
-            while not (rollouts := await fetched(swarm.trainer, "api/rollouts"))["rollouts"]:
+            while not (rollouts := await fetched(swarm.trainer, "api/rollouts"))["rollouts"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         place = rollouts["rollouts"][0]["place"]
         assert (await fetched(swarm.trainer, f"api/rollout?place={place}"))[0]["parts"]

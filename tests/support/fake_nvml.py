@@ -37,6 +37,11 @@ def install_nvml(
             raise NvmlError
         return SimpleNamespace(total=total, free=free)
 
+    def busy(uuid: str) -> Any:
+        if uuid not in uuids:
+            raise NvmlError  # a slice
+        return SimpleNamespace(gpu=50, memory=10)
+
     def mode(uuid: str) -> tuple[int, int]:
         return int(uuid in cut), 0
 
@@ -57,6 +62,7 @@ def install_nvml(
         "nvmlDeviceGetUUID": str,
         "nvmlDeviceGetName": "NVIDIA H200{:.0}".format,
         "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetUtilizationRates": busy,
         "nvmlDeviceGetMigMode": mode,
         "nvmlDeviceGetMaxMigDeviceCount": len,  # more places than slices
         "nvmlDeviceGetMigDeviceHandleByIndex": slice_of,

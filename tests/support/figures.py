@@ -70,5 +70,5 @@ WORKER = replace(
     engine=EngineRow("hf", inflight=8, cap=8, generated_tokens=1234, tokens_per_s=120.0),
     trusts={"math": 0.9},
     trust=0.9,
-    machine=MachineRow(3.5, 900_000_000, 5_000_000_000),
+    machine=MachineRow(3.5, 900_000_000, 5_000_000_000, 1, 0.75, 9_000_000_000, 24_000_000_000),
 )

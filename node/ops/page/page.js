@@ -80,11 +80,16 @@ function tiles(status) {
     add("Leases held", status.leases);
   }
   if (engine) add("Engine", `${short(engine.tokens_per_s)} tokens/s`, engine.fault ? clean(engine.fault) : `${engine.inflight} of ${engine.cap} in flight`);
-  if (trainer) add("Accepted", status.accepted, "rollouts");
+  if (trainer) {
+    const audited = figures.peers.reduce((total, row) => total + row.audited, 0);
+    add("Accepted", status.accepted, "rollouts");
+    add("Audited", audited, judged ? `${short((100 * audited) / judged)} % of the rollouts` : "");
+  }
   add("Rejected", rejected, judged ? `${short((100 * rejected) / judged)} %` : "");
   add("Traffic", `${size(status.bytes_sent)} up`, `${size(status.bytes_received)} down`);
   if (machine) {
     add("Processor", `${machine.cpu_cores.toFixed(2)} cores`);
+    if (machine.gpus) add(machine.gpus > 1 ? `${machine.gpus} GPUs` : "GPU", machine.gpu_busy === null ? "-" : `${Math.round(100 * machine.gpu_busy)} % busy`, `${size(machine.gpu_memory_bytes)} of ${size(machine.gpu_memory_total_bytes)}`);
     add("Memory", size(machine.memory_bytes), `${size(machine.disk_free_bytes)} free on disk`);
   }
   add("Up", duration(status.uptime_s), clean(status.software));

@@ -8,7 +8,7 @@ import pytest
 from support.kept_cases import row
 from support.verdict_cases import VERDICT, fill, signed
 
-from primerl.node.app.page_queries import MAX_ROLLOUTS, PageQueries
+from primerl.node.app.page_queries import MAX_ROLLOUTS, MAX_TEXT, PageQueries
 from primerl.node.errors import StorageError, UsageError
 from primerl.node.evaluation.online import Evaluated
 from primerl.node.evaluation.statistics import Estimate, EvalFigures
@@ -34,6 +34,14 @@ async def test_the_rollouts_of_the_newest_step_are_listed_and_one_is_read(
     msgspec.json.encode(newest)
     [branch] = await queries.rollout("2/0/1")
     assert branch.parts[:2] == [("<script>", False), ("a\x1b[31mb", True)]
+
+
+async def test_of_a_huge_rollout_the_beginning_is_sent(tmp_path: Path) -> None:
+    files = RolloutFiles(tmp_path / "rollouts", fsync=False)
+    huge = row(1, 0, 0, prompt="p" * MAX_TEXT, completion="c" * MAX_TEXT, cuts=[MAX_TEXT])
+    files.write(StepRecord(1, groups=1, kept=1), [huge, huge])
+    branches = await PageQueries(tmp_path, tmp_path).rollout("1/0/0")
+    assert sum(len(text) for branch in branches for text, _ in branch.parts) == MAX_TEXT
 
 
 async def test_of_a_large_step_only_so_many_rollouts_are_sent(tmp_path: Path) -> None:

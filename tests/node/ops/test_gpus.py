@@ -27,7 +27,7 @@ def test_nvml_lists_gpus_by_number_and_uuid_with_their_memory(
     install_nvml(monkeypatch, UUIDS, total=8 << 30, free=3 << 30)
     assert gpus.installed() == four()
     assert gpus.installed_memory()[2] == gpus.GpuMemory(
-        "2", UUIDS[2], "NVIDIA H200", 8 << 30, 3 << 30, "570.1"
+        "2", UUIDS[2], "NVIDIA H200", 8 << 30, 3 << 30, "570.1", 0.5
     )
     install_nvml(monkeypatch, UUIDS, total=0)
     assert gpus.installed() == four()
@@ -38,6 +38,7 @@ def test_a_gpu_that_is_cut_into_slices_is_its_slices(monkeypatch: pytest.MonkeyP
     install_nvml(monkeypatch, UUIDS[:2], slices={UUIDS[0]: SLICES})
     assert gpus.installed() == [*(gpus.Gpu(uuid, uuid) for uuid in SLICES), gpus.Gpu("1", UUIDS[1])]
     assert [gpu.number for gpu in gpus.installed_memory()] == [*SLICES, "1"]
+    assert [gpu.busy for gpu in gpus.installed_memory()] == [None, None, 0.5]
 
 
 @pytest.mark.parametrize(

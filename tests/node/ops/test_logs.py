@@ -9,7 +9,7 @@ from support.machine import fill, small_disk
 
 from primerl.node.config.run import LogConfig
 from primerl.node.errors import StorageError
-from primerl.node.ops.logs import JsonLines, LogLimits, PlainLines, configure
+from primerl.node.ops.logs import JsonLines, LogLimits, PlainLines, configure, newest_lines
 
 EVIL = "peer \x1b[31m\x1b]0;title\x07 says\r\n12:00:00 I fake: all is well \u202e \x9b2J"
 
@@ -150,3 +150,19 @@ def test_a_log_can_be_read_by_its_owner_alone(tmp_path: Path, log: logging.Logge
     files = list((tmp_path / "logs").iterdir())
     assert len(files) == 2
     assert [file.stat().st_mode & 0o777 for file in files] == [0o600] * 2
+
+
+def test_the_newest_lines_are_read_back_bounded_and_whole(
+    tmp_path: Path, log: logging.Logger
+) -> None:
+    assert newest_lines() == [], "a process without a log file"
+    file = tmp_path / "node.jsonl"
+    configure(LogConfig(), file)
+    for number in range(300):
+        log.warning("line %d", number)
+    messages = [json.loads(json.dumps(line))["message"] for line in newest_lines()]
+    assert messages == [f"line {number}" for number in range(100, 300)]
+    cut = newest_lines(most=250)
+    assert 1 <= len(cut) <= 3, "a line whose beginning is cut off is left out"
+    file.unlink()
+    assert newest_lines() == []

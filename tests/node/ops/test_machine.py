@@ -4,7 +4,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from support.fake_nvml import install_nvml
+
 from primerl.node.ops.machine import Machine
+
+
+def test_gpus_that_the_node_sees_are_counted_with_their_memory_and_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_nvml(monkeypatch, ["GPU-a", "GPU-b", "GPU-c"], total=8 << 30, free=3 << 30)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    row = Machine(tmp_path).read()
+    assert (row.gpus, row.gpu_busy) == (2, 0.5)
+    assert (row.gpu_memory_bytes, row.gpu_memory_total_bytes) == (10 << 30, 16 << 30)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    none = Machine(tmp_path).read()
+    assert (none.gpus, none.gpu_busy) == (0, None)
 
 
 def test_memory_and_processor_time_of_children_count_as_the_node_s(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def test_a_trainer_tells_of_its_run_and_counts_its_workers_by_state() -> None:
 def test_a_worker_tells_of_its_engine_and_its_work_and_of_no_other_node() -> None:
     read = samples(WORKER, [PEER])
     assert read["primerl_engine_up", ()] == 1.0
+    assert read["primerl_gpu_busy_ratio", ()] == 0.75
+    assert read["primerl_gpu_memory_bytes", ()] == 9e9
     assert read["primerl_generated_tokens_total", ()] == 1234.0
     assert read["primerl_trust", (("environment", "math"),)] == 0.9
     assert not [name for name, _ in read if "workers" in name or "step" in name]
