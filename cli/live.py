@@ -216,7 +216,7 @@ def _phase(status: Status) -> str:
 
 # -- the screen ------------------------------------------------------------------------------------
 
-OWN_LINES = {"node", "data", "peers", "loop lag", "machine"}
+OWN_LINES = {"node", "data", "peers", "loop lag", "machine", "page"}
 """Lines of `status` that the screen leaves out."""
 LEAST_ROWS = 3
 OTHER_LINES = 5

@@ -422,7 +422,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         ("chunks", sources(status.chunk_bytes_by_source)),
         ("peers", f"{status.peers}, {status.neighbours} libp2p neighbours"),
         ("machine", machine(status.machine) if status.machine else ""),
-        ("page", f"{status.page}  `primerl-node dashboard` prints the link" * bool(status.page)),
+        ("page", f"{status.page}, see `primerl-node dashboard`" * bool(status.page)),
         ("loop lag", ", ".join(late)),
         ("time", seconds(status.seconds)),
     ]

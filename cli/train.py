@@ -80,11 +80,17 @@ async def _train(config: "RunConfig", view: "OpenView") -> Path:
 
     def announce(ticket: str) -> None:
         view.say(f"join this run from anywhere:\n  primerl-node join --ticket {ticket}")
+        _say_page(config, view)
 
     data_dir = config.data_dir or config.run_dir / "trainer"
     nodes = {"trainer": NodeState("trainer", data_dir, note="running")}
     training = train(config, announce=announce)
     return await watched(nodes, view, training, pace_s=view.pace_s)
+
+
+def _say_page(config: "RunConfig", view: "OpenView") -> None:
+    if config.dashboard.port != "off":
+        view.say("see it in a browser:\n  primerl-node dashboard")
 
 
 def rl(
@@ -134,5 +140,6 @@ def rl(
     from .live import open_view, print_summary
 
     with open_view(f"primerl-node rl {config.name}") as view:
+        _say_page(config, view)
         directory = run_to_end(launch(config, args, view=view, placement=placement), config.run_dir)
     print_summary(directory)
