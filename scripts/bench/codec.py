@@ -53,11 +53,10 @@ from primerl.node.weights.state import (
     State,
     Tensor,
     floats,
-    state_bytes,
     state_digest,
     tensor_digest,
 )
-from primerl.node.weights.state_history import StateHistory
+from primerl.node.weights.state_history import StateHistory, state_bytes
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
 from primerl.scripts.bench.models import SHAPES, random_policy
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
