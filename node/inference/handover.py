@@ -25,8 +25,8 @@ from ..models.model_files import base_layout
 from ..weights.adapters import LowRank, check_adapters
 from ..weights.checkpoint import read_checkpoint, read_metadata, write_checkpoint
 from ..weights.payload import ordered
-from ..weights.state import BITS, Changed, State, Tensor, memory_threads, numel, state_bytes
-from ..weights.state_history import StepChanges, TensorLayout, layout, take
+from ..weights.state import BITS, Changed, State, Tensor, memory_threads, numel
+from ..weights.state_history import StepChanges, TensorLayout, layout, state_bytes, take
 from .engine import Replica, WeightsFault, Written
 
 logger = logging.getLogger(__name__)

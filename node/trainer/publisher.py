@@ -37,8 +37,8 @@ from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
 from ..weights.payload import Offsets, cut, layout_of, ordered
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove
-from ..weights.state import Changed, State, WeightsError, state_bytes
-from ..weights.state_history import StateHistory
+from ..weights.state import Changed, State, WeightsError
+from ..weights.state_history import StateHistory, state_bytes
 
 logger = logging.getLogger(__name__)
 

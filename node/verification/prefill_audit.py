@@ -32,7 +32,8 @@ from ..models.routes import unpack_routes
 from ..models.support import NO_SUPPORT, unpack_supports
 from ..pipeline.activations import rounded
 from ..weights.adapters import merge
-from ..weights.state import State, state_bytes
+from ..weights.state import State
+from ..weights.state_history import state_bytes
 from .auditor import AuditItem, AuditTerms, Measured, SameState, Unreadable, check_versions
 from .measures import check_items, compare_replies, distances, routing, split_proof, summarize
 

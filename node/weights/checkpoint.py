@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from ..errors import StorageError
 from ..storage.chunk_store import Disk, write_atomic
-from .state import BITS, State, Tensor, numel, stored
+from .state import BITS, State, Tensor, numel
+from .state_history import layout
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000
@@ -46,13 +47,13 @@ def write_checkpoint(
     `metadata` comes back from read_metadata(). Raises StorageError.
     """
     # Widest elements first, so that every tensor is aligned; the library orders them so, too.
-    layouts = {name: stored(state, name) for name in state}
-    names = sorted(state, key=lambda name: (-layouts[name].data.itemsize, name))
+    layouts = layout(state)
+    names = sorted(state, key=lambda name: (-BITS[layouts[name].dtype].itemsize, name))
     header: dict[str, object] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
     for name in names:
         tensor = layouts[name]
-        end = at + tensor.data.nbytes
+        end = at + tensor.nbytes
         header[name] = _Entry(tensor.dtype, tensor.shape, (at, end))
         at = end
     text = msgspec.json.encode(header)

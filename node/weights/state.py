@@ -96,17 +96,6 @@ def digests(state: State) -> dict[str, bytes]:
     return {name: tensor_digest(tensor) for name, tensor in state.items()}
 
 
-def stored(state: State, name: str) -> Tensor:
-    """Return a tensor of the layout of `state[name]`, which may have other elements, without making one."""
-    cheap = getattr(state, "stored", None)
-    return state[name] if cheap is None else cheap(name)
-
-
-def state_bytes(state: State) -> int:
-    """Count the bytes of all elements of `state`."""
-    return sum(stored(state, name).data.nbytes for name in state)
-
-
 MEMORY_THREADS = 8
 """Threads that copy, hash, compare and merge states; more would wait for memory."""
 

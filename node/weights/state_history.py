@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from .state import Changed, State, Tensor
+from .state import BITS, Changed, State, Tensor, numel
 
 WHOLE = 3
 """Newest states that are held whole: audits claim these, and the version before the claimed one."""
@@ -136,11 +136,7 @@ class HeldState(Mapping[str, Tensor]):
     @cached_property
     def layout(self) -> "dict[str, TensorLayout]":
         """Layouts by name, which stay when a version is no longer whole."""
-        return {name: _layout(self.stored(name)) for name in self}
-
-    def stored(self, name: str) -> Tensor:
-        """Return the tensor that this one is made of: of the same layout, perhaps with other elements."""
-        return self._layers(name)[0]
+        return {name: _layout(self._layers(name)[0]) for name in self}
 
     def take(self, name: str, positions: NDArray[np.int64], out: Bits) -> None:
         """Read elements of a tensor at flat `positions`, which exist, into `out`.
@@ -246,12 +242,22 @@ class TensorLayout(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return numel(self.shape) * BITS[self.dtype].itemsize
+
 
 def layout(state: State) -> dict[str, TensorLayout]:
-    """Map names to layouts."""
+    """Map names to layouts; makes no tensor."""
     if isinstance(state, HeldState):
         return state.layout
     return {name: _layout(tensor) for name, tensor in state.items()}
+
+
+def state_bytes(state: State) -> int:
+    """Count the bytes of all elements of `state`; makes no tensor."""
+    return sum(tensor.nbytes for tensor in layout(state).values())
 
 
 def _layout(tensor: Tensor) -> TensorLayout:

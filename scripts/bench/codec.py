@@ -53,11 +53,10 @@ from primerl.node.weights.state import (
     State,
     Tensor,
     floats,
-    state_bytes,
     state_digest,
     tensor_digest,
 )
-from primerl.node.weights.state_history import StateHistory
+from primerl.node.weights.state_history import StateHistory, state_bytes
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
 from primerl.scripts.bench.models import SHAPES, random_policy
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
@@ -696,9 +695,7 @@ def stages_of(base: Policy, new: Policy, changed: Changed, directory: Path) -> d
 def measure_stages(options: argparse.Namespace) -> Iterator[StageRow]:
     """Yield every stage at each rate."""
     share_python()  # as a node
-    with Busy() as busy:
-        time.sleep(0.5)
-    usual, repeats = busy.speed, 3 if options.quick else 9
+    repeats = 3 if options.quick else 9
     with tempfile.TemporaryDirectory() as name, Encoders(1) as single, Encoders(2) as double:
         state = random_policy(Path(name), options.stages)
         for rate in STAGE_RATES[-1:] if options.quick else STAGE_RATES:
@@ -721,12 +718,14 @@ def measure_stages(options: argparse.Namespace) -> Iterator[StageRow]:
                     seconds: list[float] = []
                     result = call(threads, encoders)  # warms up
                     for _ in range(repeats):
+                        with Busy() as undisturbed:
+                            time.sleep(0.02)
                         with Busy() if beside else nullcontext() as busy:
                             began = time.perf_counter()
                             result = call(threads, encoders)
                             seconds.append(time.perf_counter() - began)
                         if busy is not None:
-                            speeds.append(busy.speed / usual)
+                            speeds.append(busy.speed / undisturbed.speed)
                     del result
                     spent.append(min(seconds))
                 yield StageRow(rate, share, stage, *spent, median(speeds))  # pyright: ignore

@@ -25,7 +25,8 @@ from primerl.node.models.model_files import vocab_size
 from primerl.node.training.backend import TrainBatch
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.rank_group import RankGroup
-from primerl.node.weights.state import digests, state_bytes
+from primerl.node.weights.state import digests
+from primerl.node.weights.state_history import state_bytes
 from primerl.scripts.bench.models import SHAPES, fake_batch, make_model
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
 

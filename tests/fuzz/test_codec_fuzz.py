@@ -12,7 +12,8 @@ from support import weights_cases as cases
 
 from primerl.node.weights.blocks import max_body
 from primerl.node.weights.codec import decode_full
-from primerl.node.weights.state import CodecError, state_bytes
+from primerl.node.weights.state import CodecError
+from primerl.node.weights.state_history import state_bytes
 
 RANDOM = st.randoms(use_true_random=False)
 BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

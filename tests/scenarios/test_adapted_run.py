@@ -26,7 +26,8 @@ from primerl.node.training.backend import Snapshot
 from primerl.node.training.local_backend import LocalBackend
 from primerl.node.verification.auditor import Auditor
 from primerl.node.weights.adapters import merge
-from primerl.node.weights.state import Changed, State, digests, state_bytes, state_digest
+from primerl.node.weights.state import Changed, State, digests, state_digest
+from primerl.node.weights.state_history import state_bytes
 
 LORA = {"rank": 2, "alpha": 16.0}
 
