@@ -49,6 +49,8 @@ NONE = "-"
 MAX_STATE = 48
 """Characters of the reason that a table shows."""
 SUSPICIOUS = 0.5
+WITHOUT_WORK = ("trainer", "server")
+"""Roles of nodes that send in nothing to be judged."""
 GONE_S = 300.0
 """A peer that has been away for longer comes last in `peers`, and leaves live views."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -344,7 +346,7 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
         "OK/REJECTED",
         lambda row: (
             NONE
-            if row.role == "trainer"
+            if row.role in WITHOUT_WORK
             else f"{row.accepted}/{row.rejected}" + f" ({row.top_reason})" * bool(row.top_reason)
         ),
         80,
@@ -353,7 +355,7 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     _figure("AUDITED", "audited", 20),
     Column(
         "TRUST",
-        lambda row: NONE if row.role == "trainer" else trust(row.trust, row.trusts),
+        lambda row: NONE if row.role in WITHOUT_WORK else trust(row.trust, row.trusts),
         65,
         lambda row: row.trust,
         right=True,

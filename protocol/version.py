@@ -15,9 +15,9 @@ audits measure these; a lease may bring the prompts of its tasks, and is then up
 the likeliest token, which is said as temperature 0; its engines may quantize weights to FP8; an environment may
 draw from its likeliest tokens only, by top_p and top_k, and end replies by strings; a key that is in use on
 another connection, or that its owner has retired, is refused for a reason of its own, and a retirement is a
-signed fact; an environment's variables of the chat template may name the date that it writes, and its options
-what later turns are shown of earlier reasoning; rollouts under top_p or top_k state the tokens that these left,
-and logprobs over them; measurements of audits have signed means.
+signed fact; an inference server is a role of its own; an environment's variables of the chat template may name
+the date that it writes, and its options what later turns are shown of earlier reasoning; rollouts under top_p
+or top_k state the tokens that these left, and logprobs over them; measurements of audits have signed means.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...protocol.reputation import Reputation
+from ...protocol.version import MAX_NAME
+from ..errors import printable
 from ..ops.control import EnvironmentRow, PeerRow, Status
 from ..p2p.services import NodeServices
 from ..p2p.status_view import peer_rows, shown_silence
@@ -99,6 +101,8 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
             if validator.disqualified:
                 row.refused = row.refused or f"disqualified: {validator.disqualified}"
         row.second = registry.sessions.second(node)
+        if (turned_away := registry.turned_away.get(node)) is not None:
+            row.refused = row.refused or printable(str(turned_away), MAX_NAME)
         if worker is not None:
             row.numerics = str(worker.numerics or "")
             row.left, silence = worker.left, registry.silence(node)
