@@ -198,6 +198,20 @@ FAULTS = (
         ("test_bytes_signed_for_one_purpose_never_pass_for_another",),
     ),
     Fault(
+        "a ticket is packed where that changes its bytes",
+        "protocol/tickets.py",
+        "return packed if _unpack(packed) == sealed else None",
+        "return packed",
+        ("test_a_ticket_that_cannot_be_packed_is_written_whole",),
+    ),
+    Fault(
+        "a link to a ticket leads anywhere",
+        "node/p2p/seeds.py",
+        'if parts.scheme.lower() != "https" or not host:',
+        "if not host:",
+        ("test_a_ticket_is_fetched_from_an_https_link_and_from_nothing_else",),
+    ),
+    Fault(
         "expiry of a ticket is not checked",
         "protocol/tickets.py",
         "ticket = unseal(sealed, Purpose.TICKET, Ticket, now=now).body",

@@ -153,7 +153,7 @@ async def test_a_ticket_of_another_version_says_which_release_to_install(
 ) -> None:
     async with Swarm(tmp_path, model_dir) as swarm:
         later = msgspec.msgpack.encode([WIRE_VERSION + 1, "ticket", {}])
-        swarm.ticket = tickets.PREFIX + base64.urlsafe_b64encode(later).rstrip(b"=").decode()
+        swarm.ticket = tickets.WHOLE + base64.urlsafe_b64encode(later).rstrip(b"=").decode()
         with pytest.raises(TicketError, match="this ticket is of wire version 3, this node"):
             await swarm.add_worker("w1").ended(20.0)
 
