@@ -50,7 +50,7 @@ def run(
         typer.Option(
             "--ticket",
             "-t",
-            help="The join ticket, a file or an https link that holds it, or - for standard input.",
+            help="The join ticket, a file or https link with it, or - for stdin.",
         ),
     ] = None,
     role: Annotated[
@@ -67,15 +67,14 @@ def run(
         typer.Option(
             "--allow-environment",
             metavar="NAME",
-            help="Play this environment if the run wants it; may be given again. Bundled ones need none.",
+            help="Play this environment, which is not bundled; may be given again.",
         ),
     ] = None,
     wait: Annotated[
         bool,
         typer.Option(
             "--wait",
-            help="Wait for the trainer without limit; else a node leaves when its trainer is stopped, or is "
-            "silent for wait_for_trainer_s.",
+            help="Wait for the trainer without limit, also when it is stopped.",
         ),
     ] = False,
     tp: Tp = None,
@@ -86,6 +85,7 @@ def run(
 ) -> None:
     """Join a run with a ticket: fetch the policy, generate rollouts, send them in.
 
+    A node leaves when its trainer is stopped, or is silent for wait_for_trainer_s; with --wait it does not.
     It needs no open port. All that it writes is in the data directory: its key, logs, and weights
     (weights.max_disk_gib at most). Ctrl-C or `primerl-node stop` hands its unfinished work back; join again
     at any time, without a ticket. `primerl-node status` shows what was accepted, `explain` why something

@@ -169,6 +169,10 @@ def open_closed_streams() -> None:
 
 def execute(args: list[str]) -> int:
     """Run one command line; returns its exit code. A user's mistakes are lines on stderr, one each."""
+    if args[:1] == ["help"]:
+        args = [*args[1:], "--help"]
+    elif args == ["version"]:
+        args = ["--version"]
     try:
         code = app(args, prog_name=PROGRAM, standalone_mode=False)
         return code if isinstance(code, int) else 0

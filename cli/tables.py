@@ -3,6 +3,8 @@
 import difflib
 import itertools
 import math
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, Self, TextIO, TypeVar
+from typing import Any, Generic, Self, TextIO, TypeVar, cast
 
 import rich.table
 from rich.cells import cell_len
@@ -57,10 +59,28 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
+class _Trimmed:
+    """Standard output in a pipe: without the blanks that fill a table up at the right."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        """Write text of whole lines."""
+        return sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def flush(self) -> None:
+        """Flush."""
+        sys.stdout.flush()
+
+
 def console(*, wide: bool = False) -> Console:
-    """Open standard output: a terminal at its width, a pipe at a width that cuts nothing off."""
-    width = UNBOUNDED if wide else None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(width=width, highlight=False)
+    """Open standard output: a terminal at its width, a pipe at COLUMNS or a width that cuts nothing off."""
+    terminal = sys.stdout.isatty()
+    narrow = terminal or os.environ.get("COLUMNS", "").isdecimal()
+    width = UNBOUNDED if wide else None if narrow else PIPE_WIDTH
+    return Console(
+        file=None if terminal else cast(TextIO, _Trimmed()), width=width, highlight=False
+    )
 
 
 def write(renderable: Any) -> None:

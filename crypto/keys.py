@@ -116,6 +116,10 @@ class SecretKey:
                 pem, passphrase.encode() if passphrase else None
             )
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            if b"PRIVATE KEY" not in pem:
+                raise KeyFileError(
+                    f"{path} holds no key: put your copy of the key back, or move the file away for a new one"
+                ) from error
             raise KeyFileError(f"cannot open {path}: {error}") from error
         if not isinstance(key, Ed25519PrivateKey):
             raise KeyFileError(f"{path} holds no Ed25519 key")

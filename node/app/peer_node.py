@@ -5,6 +5,7 @@ The roles' own parts are in `worker.py` and `validator.py`.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -409,10 +410,10 @@ class PeerNode(Node):
                     ) from error
                 if lines.due():
                     logger.info(
-                        "waiting for trainer %s, %.0f s of at most %.0f: %s",
+                        "waiting for trainer %s, %.0f s%s: %s",
                         short(ticket.trainer),
                         waited,
-                        limit,
+                        "" if math.isinf(limit) else f" of at most {limit:.0f}",
                         error,
                     )
             except Refused as refusal:
@@ -540,7 +541,8 @@ class PeerNode(Node):
                         "--wait waits for it"
                     )
                 self._obstacle = reason
-                logger.warning("%s: waiting for it for up to %.0f s", reason, limit)
+                most = "" if math.isinf(limit) else f" for up to {limit:.0f} s"
+                logger.warning("%s: waiting for it%s", reason, most)
             if silence > (limit if reason else max(limit, LEAST_SILENCE_S)):
                 why = reason or "the trainer is silent"
                 raise NetworkError(

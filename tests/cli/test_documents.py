@@ -36,7 +36,7 @@ def flags_of(name: str) -> frozenset[str]:
     found: set[str] = {flag for one in every for part in one.params for flag in part.opts}
     if name in CONFIGURED:
         found |= {f"--{key}" for key in keys(config_of(name))}
-    return frozenset(flag.replace("-", "_") for flag in found) | {"__help"}
+    return frozenset(flag.replace("-", "_") for flag in found) | {"__help", "__help_all"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
