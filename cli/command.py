@@ -26,6 +26,7 @@ import typer.core
 
 from ..node.config.paths import expand_home, home_directory
 from ..node.errors import UsageError
+from ..node.ops.service_manager import service_manager
 from ..node.ops.strict_json import to_json
 
 if TYPE_CHECKING:
@@ -372,8 +373,11 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
         for name in ("stdout", "stderr"):
             setattr(sys, name, _outliving(getattr(sys, name)))
 
+    manager = service_manager()
+
     async def supervised() -> T:
         loop = asyncio.get_running_loop()
+        alive = loop.create_task(manager.keep_alive(), name="watchdog")
         task = asyncio.current_task()
         assert task is not None
 
@@ -386,12 +390,16 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             received.append(number)
+            manager.tell("STOPPING=1")
             print("stopping; once more to stop at once", file=sys.stderr, flush=True)
             task.cancel()
 
         for number in numbers:
             loop.add_signal_handler(number, stop, number)
-        return await main
+        try:
+            return await main
+        finally:
+            alive.cancel()
 
     try:
         home_directory()  # environments are kept from it, and a node is entered there

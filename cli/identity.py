@@ -181,12 +181,13 @@ def _key_path(data_dir: Path | None) -> Path:
 def _open_key(path: Path) -> "SecretKey":
     """Read the key at `path`, asking for its passphrase if it has one. Raises KeyFileError."""
     from ..crypto.keys import KeyFileError, SecretKey
+    from ..node.ops.service_manager import passphrase
 
-    passphrase = os.environ.get(PASSPHRASE) or None
+    secret = passphrase()
     try:
-        return SecretKey.load(path, passphrase)
+        return SecretKey.load(path, secret)
     except KeyFileError:
         locked = path.is_file() and b"ENCRYPTED" in path.read_bytes()
-        if passphrase or not sys.stdin.isatty() or not locked:
+        if secret or not sys.stdin.isatty() or not locked:
             raise
     return SecretKey.load(path, typer.prompt("Passphrase", hide_input=True, err=True))

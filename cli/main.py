@@ -30,6 +30,7 @@ from . import (
     models,
     replay,
     rollouts,
+    service,
     sft,
     status,
     ticket,
@@ -136,6 +137,7 @@ _tickets = "Print, issue, list and revoke join tickets of the running trainer."
 _environments = "Test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
 app.add_typer(models.app, name="model", short_help="Convert models from elsewhere.")
+app.add_typer(service.app, name="service", short_help="Run a node at boot, by systemd or launchd.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 
 

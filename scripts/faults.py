@@ -205,6 +205,13 @@ FAULTS = (
         ("test_a_ticket_that_cannot_be_packed_is_written_whole",),
     ),
     Fault(
+        "children of a service speak for it",
+        "node/ops/service_manager.py",
+        'self._address = environ.pop("NOTIFY_SOCKET", "")',
+        'self._address = environ.get("NOTIFY_SOCKET", "")',
+        ("test_a_manager_is_told_and_its_socket_is_kept_from_children",),
+    ),
+    Fault(
         "a link to a ticket leads anywhere",
         "node/p2p/seeds.py",
         'if parts.scheme.lower() != "https" or not host:',

@@ -15,6 +15,7 @@ from ..config.run import NodeConfig
 from ..errors import first_cause
 from ..ops.control import Command, ControlServer, Status, register, unregister
 from ..ops.metrics import EventLoopMonitor
+from ..ops.service_manager import service_manager
 
 
 class Node:
@@ -61,6 +62,7 @@ class Node:
         control = ControlServer(self.data_dir, {**commands, "stop": self.request_stop})
         await control.start()
         entry = register(self.data_dir, self.role, run)
+        service_manager().tell("READY=1", f"STATUS={self.role} in {self.data_dir}")
         lag = asyncio.create_task(self.lag.run(), name="event loop lag")
         try:
             await self._until_done(work)

@@ -27,7 +27,7 @@ from .serving import ServeConfig
 from .sft import SftConfig
 
 PREFIX = "PRIMERL_"
-NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"})
+NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE", "PRIMERL_PASSPHRASE_FILE"})
 """PRIMERL_ variables that are not config keys."""
 COMMANDS: tuple[type[BaseConfig], ...] = (
     RunConfig,
