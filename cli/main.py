@@ -117,6 +117,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "peers": (status.peers, "Show the peers of the running node, and how they do."),
     "ban": (ban.ban, "Give a worker no more work."),
     "pardon": (ban.pardon, "Forget what is held against a worker."),
+    "bans": (ban.bans, "List who is banned, since when and why."),
     "explain": (explain.run, "Show why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
     "replay": (

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from ..node.errors import UsageError
 from ..node.ops.control import (
+    BanRow,
     BoundsRow,
     EngineRow,
     EnvironmentRow,
@@ -383,9 +384,22 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     ),
     _figure("REL", "reliability", 10, lambda share: f"{share:.2f}", least=True),
     _figure("SEEN", "last_seen_s", 50, lambda ago: f"{duration(ago)} ago", least=True),
+    Column("TICKET", lambda row: row.ticket or NONE, 8),
     Column("SOFTWARE", lambda row: row.software or NONE, 5),
     Column("STATE", state_of, 70, lambda row: (not state_of(row), state_of(row)), elastic=True),
 )
+
+
+def bans_table(rows: Sequence[BanRow]) -> Table | str:
+    """Draw `primerl-node bans`."""
+    if not rows:
+        return "nobody is banned"
+    table = plain_table(*"NODE SINCE TICKET OK/REJECTED WHY".split(), fold="WHY")
+    for row in rows:
+        since = f"{datetime.fromtimestamp(row.since):%Y-%m-%d %H:%M}" if row.since else NONE
+        work = f"{row.accepted}/{row.rejected}"
+        table.add_row(row.short, since, escape(row.ticket) or NONE, work, escape(row.why))
+    return table
 
 
 # -- status ----------------------------------------------------------------------------------------

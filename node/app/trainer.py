@@ -35,7 +35,7 @@ from ..gpus import is_on_gpu, usable
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..models import base_weights
-from ..ops.control import PeerRow, Status
+from ..ops.control import BanRow, PeerRow, Status
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import WandbMonitor, group_of
 from ..p2p.services import NodeServices
@@ -317,6 +317,7 @@ class TrainerNode(IssuingNode):
                 "peers": self._peers,
                 "ban": self._ban,
                 "pardon": self._pardon,
+                "bans": self._bans,
                 "retire": self._retire,
                 **self.ticket_commands,
             }
@@ -741,6 +742,9 @@ class TrainerNode(IssuingNode):
 
     async def _pardon(self, name: str) -> dict[str, object]:
         return {"node": self._registry().pardon(name).hex()}
+
+    async def _bans(self) -> list[BanRow]:
+        return self._registry().bans()
 
     async def _retire(self, sealed: str) -> dict[str, object]:
         registry = self._registry()

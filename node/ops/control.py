@@ -80,6 +80,22 @@ class PeerRow(msgspec.Struct):
     """Trust by environment, for those that it sent work on."""
     second: str = ""
     """Warning that another program with its key was refused lately, and from where."""
+    ticket: str = ""
+    """At the trainer: the ticket that admitted it, by label and the beginning of its id."""
+
+
+class BanRow(msgspec.Struct):
+    """One line of `primerl-node bans`."""
+
+    id: str
+    short: str
+    since: float
+    """Unix seconds; 0: not known."""
+    why: str
+    ticket: str = ""
+    """Ticket that admitted it: label and beginning of the id."""
+    accepted: int = 0
+    rejected: int = 0
 
 
 class EngineRow(msgspec.Struct):

@@ -82,7 +82,7 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
     registry, newest = scheduler.registry, scheduler.version
     leases = Counter(grant.node for grant in registry.book.held.values())
     validators = registry.audits.records()
-    rows = peer_rows(services)
+    rows, tickets = peer_rows(services), registry.ticket_labels()
     for row in rows:
         node = bytes.fromhex(row.id)
         worker = registry.workers.get(node)
@@ -105,6 +105,7 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
             row.refused = row.refused or printable(str(turned_away), MAX_NAME)
         if worker is not None:
             row.numerics = str(worker.numerics or "")
+            row.ticket = tickets.get(worker.ticket, "")
             row.left, silence = worker.left, registry.silence(node)
             row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
             joins = version < 0 and not row.left and not row.stage and row.role != "validator"

@@ -28,6 +28,7 @@ from ...protocol.retirement import read_retirement
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..errors import UsageError, printable
 from ..memory_plan.stages import CutModel
+from ..ops.control import BanRow
 from ..p2p.gossip import read_record
 from ..p2p.limits import TokenBuckets
 from ..p2p.peers import Tier
@@ -585,7 +586,9 @@ class WorkerRegistry:
         node = self._find(name)
         text = printable(why, MAX_REASON)
         reason = f"by the operator ({text})" if text else "by the operator"
-        self.reputation(node).ban(reason)
+        known = self.reputation(node)
+        known.ban(reason)
+        known.banned_at = known.banned_at or time.time()
         self.audits.ban(node, reason)
         return self._changed_by_hand(node)
 
@@ -600,6 +603,36 @@ class WorkerRegistry:
         if node in self.workers:
             self.workers[node].proven = False
         return self._changed_by_hand(node)
+
+    def bans(self) -> list[BanRow]:
+        """List the banned workers, and the validators that are believed no more; the newest ban first."""
+        labels = self.ticket_labels()
+        rows = [
+            BanRow(
+                id=node.hex(),
+                short=short(node),
+                since=known.banned_at,
+                why=known.banned,
+                ticket=labels.get(self.services.ledger.ticket_of(node), ""),
+                accepted=known.accepted,
+                rejected=sum(known.rejected.values()),
+            )
+            for node, known in self.reputations.items()
+            if known.banned
+        ]
+        rows += [
+            BanRow(node.hex(), short(node), 0.0, f"as a validator: {record.disqualified}")
+            for node, record in self.audits.records().items()
+            if record.disqualified and not self.reputation(node).banned
+        ]
+        return sorted(rows, key=lambda row: -row.since)
+
+    def ticket_labels(self) -> dict[bytes, str]:
+        """Map the ids of tickets to what people call them: the label, and the beginning of the id."""
+        return {
+            ticket.id: f"{ticket.label} {ticket.id.hex()[:8]}".strip()
+            for ticket in self.services.ledger.tickets()
+        }
 
     def _find(self, name: str) -> bytes:
         """Return the id of the only worker whose id begins with `name`. Raises UsageError."""
