@@ -28,6 +28,8 @@ PROGRAM = (sys.executable, "-m", "primerl.cli.main")
 PREFIX = "primerl-"
 RESUME = 'if [ -e "$0"/trainer/ledger.db ]; then exec "$@" --resume; fi; exec "$@"'
 """Shell lines that begin a run at the first start, and go on with it at every other; $0 is its directory."""
+MARK = "Made by `primerl-node service install`"
+"""In every file that is written here; others are neither replaced nor removed."""
 UNIT = """# Made by `primerl-node service install`; `primerl-node service uninstall` removes it.
 [Unit]
 Description=primerl-node {command}
@@ -59,6 +61,7 @@ WantedBy={target}
 """
 PLIST = """<?xml version="1.0" encoding="UTF-8"?>
 <!DOCTYPE plist PUBLIC "-//Apple//DTD PLIST 1.0//EN" "http://www.apple.com/DTDs/PropertyList-1.0.dtd">
+<!-- Made by `primerl-node service install`; `primerl-node service uninstall` removes it. -->
 <plist version="1.0">
 <dict>
   <key>Label</key><string>{label}</string>
@@ -230,6 +233,7 @@ def install(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NodeError(f"cannot make {path.parent}: {error.strerror}") from error
+    _check_ours(path)
     write(path, text, mode=0o644)
     typer.echo(f"wrote {path}")
     if mac:
@@ -308,6 +312,16 @@ def _run_directory(args: list[str]) -> Path:
     return read_config(RunConfig, [own.get(word, word) for word in args[1:]]).run_dir.absolute()
 
 
+def _check_ours(path: Path) -> None:
+    """Raise UsageError for a file that somebody else wrote."""
+    from ..node.errors import UsageError
+
+    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        raise UsageError(
+            f"{path} was not made by `service install`: choose another --name, or move it away"
+        )
+
+
 def _systemctl(program: str = "systemctl") -> list[str]:
     """Return the program that speaks with systemd for this user. Raises NodeError."""
     from ..node.errors import NodeError
@@ -353,7 +367,9 @@ def _installed(name: str) -> Service:
     if name not in known:
         there = f"--name {' or '.join(known)}" if known else "none is installed"
         raise UsageError(f"which service: {there} (in {path.parent})")
-    return Service(name, [], "", Path.cwd(), system=some.system)
+    service = Service(name, [], "", Path.cwd(), system=some.system)
+    _check_ours(service.plist_path if mac else service.unit_path)
+    return service
 
 
 @app.command("status", short_help="Show whether a service runs.")

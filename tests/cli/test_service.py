@@ -1,5 +1,6 @@
 """`service`: the unit is what systemd reads, and holds only commands that would start."""
 
+import os
 import plistlib
 import re
 import shutil
@@ -108,6 +109,22 @@ def test_a_plist_has_the_command_word_for_word(tmp_path: Path) -> None:
     assert plist["ProgramArguments"] == command
     assert plist["WorkingDirectory"] == str(tmp_path)
     assert "UserName" not in plist
+
+
+def test_a_unit_of_somebody_else_is_neither_replaced_nor_removed(
+    cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    own = home / ".config/systemd/user/primerl-join.service"
+    own.parent.mkdir(parents=True)
+    own.write_text("[Service]\nExecStart=/bin/true\n")
+    (home / "bin").mkdir()
+    (home / "bin/systemctl").write_text("#!/bin/sh\nexit 1\n")
+    (home / "bin/systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home / 'bin'}:{os.environ['PATH']}")
+    cli("service", "uninstall").refused(2, "was not made by `service install`")
+    cli("service", "install", "--name", "join", "train", "@", "demo").refused(2, "was not made by")
+    assert own.read_text() == "[Service]\nExecStart=/bin/true\n"
 
 
 def test_services_that_are_not_there_are_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
