@@ -1,4 +1,4 @@
-"""`primerl-node ban` and `pardon`: the operator of a trainer decides about a worker."""
+"""`primerl-node ban`, `pardon` and `bans`: the operator of a trainer decides about a worker."""
 
 from typing import Annotated
 
@@ -36,6 +36,24 @@ def pardon(node: Node, data_dir: DataDir = None, as_json: AsJson = False) -> Non
     It is a newcomer again: all its work is audited.
     """
     _tell("pardon", "pardoned", data_dir, as_json, name=node)
+
+
+def bans(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List who is banned in the run of this trainer: since when, why, and the ticket that admitted it.
+
+    Those that the trainer banned are there, those that you banned, and validators that it believes no more.
+    """
+    import msgspec
+
+    from ..node.ops.control import ask
+    from ..node.ops.figures import BanRow
+    from .tables import bans_table, write
+
+    rows = ask(find_node(data_dir), "bans")
+    if as_json:
+        typer.echo(to_json({"bans": rows}))
+        return
+    write(bans_table(msgspec.convert(rows, list[BanRow])))
 
 
 def _tell(command: str, done: str, data_dir: DataDir, as_json: AsJson, **named: str) -> None:

@@ -26,6 +26,7 @@ import typer.core
 
 from ..node.config.paths import expand_home, home_directory
 from ..node.errors import UsageError
+from ..node.ops.service_manager import service_manager
 from ..node.ops.strict_json import to_json
 
 if TYPE_CHECKING:
@@ -48,14 +49,12 @@ DryRun = Annotated[
 DryRunJson = Annotated[bool, typer.Option("--json", help="With --dry-run: as JSON.")]
 Tp = Annotated[
     str | None,
-    typer.Option(
-        "--tp", help="GPUs that share each layer of the model, or auto for all (vLLM, engine.tp)."
-    ),
+    typer.Option("--tp", help="GPUs that share each layer, or auto for all (vLLM, engine.tp)."),
 ]
 Pp = Annotated[
     str | None,
     typer.Option(
-        "--pp", help="GPUs in a pipeline, each with some of the layers (vLLM, engine.pp)."
+        "--pp", help="GPUs in a pipeline, with some of the layers each (vLLM, engine.pp)."
     ),
 ]
 Dp = Annotated[
@@ -374,8 +373,11 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
         for name in ("stdout", "stderr"):
             setattr(sys, name, _outliving(getattr(sys, name)))
 
+    manager = service_manager()
+
     async def supervised() -> T:
         loop = asyncio.get_running_loop()
+        alive = loop.create_task(manager.keep_alive(), name="watchdog")
         task = asyncio.current_task()
         assert task is not None
 
@@ -388,12 +390,16 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             received.append(number)
+            manager.tell("STOPPING=1")
             print("stopping; once more to stop at once", file=sys.stderr, flush=True)
             task.cancel()
 
         for number in numbers:
             loop.add_signal_handler(number, stop, number)
-        return await main
+        try:
+            return await main
+        finally:
+            alive.cancel()
 
     try:
         home_directory()  # environments are kept from it, and a node is entered there
@@ -405,10 +411,10 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     except asyncio.CancelledError:
         if not received:
             raise
-        from ..node.storage.run_files import holds_run
+        from ..node.storage.run_files import holds_run, resume_hint
 
         if run_dir is not None and holds_run(run_dir):
-            print(f"stopped; go on with --resume: {run_dir}", file=sys.stderr)
+            print(resume_hint(run_dir), file=sys.stderr)
         raise Interrupted(received[0]) from None
     if received:
         raise Interrupted(received[0])
@@ -460,17 +466,64 @@ Docs = dict[tuple[str, str], str]
 """(class, field) -> the docstring below the field."""
 
 
+FREQUENT = {
+    "rl": "name max_steps seed model.name environment.id training.lr launch.workers engine.type resume clean",
+    "train": "name max_steps seed model.name environment.id training.lr rollouts.group_size network.port "
+    "resume clean",
+    "join": "engine.type engine.device network.max_upload_mbps weights.max_disk_gib leases",
+    "judge": "name model.name engine.type engine.dtype max_tokens api.port network.port",
+    "sft": "name model.name data.files training.lr training.seq_len max_steps resume clean",
+    "eval": "name models environments engine.type",
+    "inference": "model.name engine.type api.host api.port api.key_variable",
+    "doctor": "model.name environment.id training.seq_len engine.type network.port",
+}
+"""Keys that a command's short help shows."""
+REST = (
+    "All {count} keys, and more of what this command does: `{command} --help-all`. A key is also a variable "
+    "(PRIMERL_NETWORK__HOST=127.0.0.1) and a line of a TOML file."
+)
+
+
 class ConfigCommand(typer.core.TyperCommand):
-    """A command whose --help also lists the keys of its config."""
+    """A command whose --help has its most used config keys, and whose --help-all has them all."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as typer does, after a look for --help-all."""
+        if "--help-all" in args:
+            typer.echo(self.get_help(ctx, whole=True))
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """[OPTIONS] [@ FILE]... [--KEY VALUE]..."""
         return [*super().collect_usage_pieces(ctx), "[@ FILE]...", "[--KEY VALUE]..."]
 
-    def get_help(self, ctx: Any) -> str:
-        """Return typer's help and the keys."""
+    def get_help(self, ctx: Any, *, whole: bool = False) -> str:
+        """Return typer's help and the keys: the most used ones, or with `whole` all of them."""
         width = min(WIDEST, shutil.get_terminal_size().columns)
-        return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(config_of(self.name or ''), width)}"
+        name, cls = self.name or "", config_of(self.name or "")
+        if whole:
+            return f"{super().get_help(ctx).rstrip()}\n\n{KEYS}\n{keys_help(cls, width)}"
+        from ..node.config.loader import keys
+
+        rest = textwrap.fill(
+            REST.format(count=len(list(keys(cls))), command=ctx.command_path),
+            width,
+            break_on_hyphens=False,
+        )
+        shown = "\n".join(frequent_keys(cls, FREQUENT[name].split(), width))
+        text, self.help = self.help, _in_short(self.help or "")
+        try:
+            short = super().get_help(ctx).rstrip()
+        finally:
+            self.help = text
+        return f"{short}\n\nKeys that are often set, with defaults:\n{shown}\n\n{rest}"
+
+
+def _in_short(text: str) -> str:
+    """Keep the first paragraph of a command's help, and its examples."""
+    first, *others = text.split("\n\n")
+    return "\n\n".join([first, *others[-1:]])
 
 
 def config_of(command: str) -> "type[BaseModel]":
@@ -491,8 +544,49 @@ def config_of(command: str) -> "type[BaseModel]":
     return others.get(command, RunConfig)
 
 
+def frequent_keys(cls: "type[BaseModel]", names: Sequence[str], width: int) -> Iterator[str]:
+    """Describe some keys of `cls`, in a line each that is cut to `width` columns."""
+    from ..node.config.loader import model_in
+
+    docs, rows = _docs(cls), list[tuple[str, str]]()
+    for name in names:
+        *sections, last = name.split(".")
+        owner: type[BaseModel] = cls
+        for section in sections:
+            owner = model_in(owner.model_fields[section].annotation) or owner
+        field = owner.model_fields[last]
+        meaning = _meaning(owner, last, docs)
+        if (inner := model_in(field.annotation)) is None:
+            meaning += f" {_default(field.get_default(call_default_factory=True))}"
+        value = "" if inner else f" {kind(field.annotation)}"
+        rows.append((f"--{name.replace('_', '-')}{value}", meaning))
+    first = max(len(flag) for flag, _ in rows)
+    for flag, meaning in rows:
+        line = f"  {flag:<{first}}  {meaning}"
+        yield line if len(line) <= width else f"{line[: width - 2].rstrip()}.."
+
+
+def _meaning(owner: "type[BaseModel]", name: str, docs: Docs) -> str:
+    """Return the help of a field of `owner`: the docstring below it, or the first line of its section's."""
+    from ..node.config.loader import model_in
+
+    inner = model_in(owner.model_fields[name].annotation)
+    about = (inner.__doc__ or "").strip().partition("\n")[0] if inner else ""
+    bases = (base.__name__ for base in owner.__mro__)
+    return next((docs[base, name] for base in bases if (base, name) in docs), about)
+
+
 def keys_help(cls: "type[BaseModel]", width: int = WIDEST) -> str:
     """Describe every key of `cls`, section by section, by the docstrings below the fields."""
+    lines = "\n".join(_section(cls, "", _docs(cls))).strip("\n").splitlines()
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=_indent(line), break_on_hyphens=False)
+        for line in lines
+    )
+
+
+def _docs(cls: "type[BaseModel]") -> Docs:
+    """Read the docstrings below the fields of `cls` and its sections."""
     docs: Docs = {}
     for source in _sources(cls):
         tree = ast.parse(source.read_text())
@@ -506,11 +600,7 @@ def keys_help(cls: "type[BaseModel]", width: int = WIDEST) -> str:
                         docs[node.name, name] = " ".join(text.split())
                     case _:
                         pass
-    lines = "\n".join(_section(cls, "", docs)).strip("\n").splitlines()
-    return "\n".join(
-        textwrap.fill(line, width, subsequent_indent=_indent(line), break_on_hyphens=False)
-        for line in lines
-    )
+    return docs
 
 
 def _indent(line: str) -> str:
@@ -548,9 +638,7 @@ def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") 
             table = f"[[{path}]]" if many is list else f"[{path}.NAME]"
             title = f"\n{table}: {about} A table of a TOML file for each, with these keys:"
             sections.append((title, "", inner, ""))
-        meaning = next(
-            (docs[b.__name__, name] for b in cls.__mro__ if (b.__name__, name) in docs), ""
-        )
+        meaning = _meaning(cls, name, docs)
         value = field.get_default(call_default_factory=True)
         default = _default(", ".join(value) if many is dict else value)
         yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 KEY_FILE = "key.pem"
 PASSPHRASE = "PRIMERL_PASSPHRASE"
-BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 def init(
@@ -62,11 +61,11 @@ def init(
 def show(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     """Show this node's id, as this program, its peers and libp2p spell it."""
     from ..crypto.hashing import short
-    from ..node.p2p.discovery import peer_id_of
+    from ..crypto.keys import peer_id_text
 
     path = _key_path(data_dir)
     node = _open_key(path).node_id
-    names = {"id": node.hex(), "short": short(node), "libp2p": base58(peer_id_of(node))}
+    names = {"id": node.hex(), "short": short(node), "libp2p": peer_id_text(node)}
     for warning in _other_owners(path.parent, node):
         typer.echo(warning, err=True)
     if as_json:
@@ -182,22 +181,13 @@ def _key_path(data_dir: Path | None) -> Path:
 def _open_key(path: Path) -> "SecretKey":
     """Read the key at `path`, asking for its passphrase if it has one. Raises KeyFileError."""
     from ..crypto.keys import KeyFileError, SecretKey
+    from ..node.ops.service_manager import passphrase
 
-    passphrase = os.environ.get(PASSPHRASE) or None
+    secret = passphrase()
     try:
-        return SecretKey.load(path, passphrase)
+        return SecretKey.load(path, secret)
     except KeyFileError:
         locked = path.is_file() and b"ENCRYPTED" in path.read_bytes()
-        if passphrase or not sys.stdin.isatty() or not locked:
+        if secret or not sys.stdin.isatty() or not locked:
             raise
     return SecretKey.load(path, typer.prompt("Passphrase", hide_input=True, err=True))
-
-
-def base58(data: bytes) -> str:
-    """Encode in Bitcoin's base 58, as libp2p writes peer ids; leading zero bytes become 1s."""
-    number = int.from_bytes(data, "big")
-    digits = ""
-    while number:
-        number, digit = divmod(number, len(BASE58))
-        digits = BASE58[digit] + digits
-    return BASE58[0] * (len(data) - len(data.lstrip(b"\0"))) + digits

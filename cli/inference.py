@@ -48,7 +48,7 @@ def run(
 
     \b
     Examples:
-      primerl-node inference --model.name outputs/demo/weights/step_200
+      primerl-node inference --model.name outputs/demo/weights/step_160
       primerl-node inference --ticket run.ticket --engine.type vllm --tp auto
       primerl-node inference --model.name Qwen/Qwen3-0.6B \\
         --api.host 0.0.0.0 --api.key-variable API_KEY

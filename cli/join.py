@@ -39,6 +39,8 @@ LINE_EVERY_S = 60.0
 """Pause between two lines in a log or a pipe."""
 MAX_TICKET_FILE = 16384
 """Bytes; a ticket has at most 8192 characters."""
+LINK_S = 15.0
+"""Seconds for all of a ticket behind a link, from the name's look-up on."""
 
 
 def run(
@@ -46,7 +48,9 @@ def run(
     ticket: Annotated[
         str | None,
         typer.Option(
-            "--ticket", "-t", help="The join ticket, a file that holds it, or - for standard input."
+            "--ticket",
+            "-t",
+            help="The join ticket, a file or https link with it, or - for stdin.",
         ),
     ] = None,
     role: Annotated[
@@ -63,15 +67,14 @@ def run(
         typer.Option(
             "--allow-environment",
             metavar="NAME",
-            help="Play this environment if the run wants it; may be given again. Bundled ones need none.",
+            help="Play this environment, which is not bundled; may be given again.",
         ),
     ] = None,
     wait: Annotated[
         bool,
         typer.Option(
             "--wait",
-            help="Wait for the trainer without limit; else a node leaves when its trainer is stopped, or is "
-            "silent for wait_for_trainer_s.",
+            help="Wait for the trainer without limit, also when it is stopped.",
         ),
     ] = False,
     tp: Tp = None,
@@ -82,6 +85,7 @@ def run(
 ) -> None:
     """Join a run with a ticket: fetch the policy, generate rollouts, send them in.
 
+    A node leaves when its trainer is stopped, or is silent for wait_for_trainer_s; with --wait it does not.
     It needs no open port. All that it writes is in the data directory: its key, logs, and weights
     (weights.max_disk_gib at most). Ctrl-C or `primerl-node stop` hands its unfinished work back; join again
     at any time, without a ticket. `primerl-node status` shows what was accepted, `explain` why something
@@ -96,7 +100,8 @@ def run(
 
     \b
     Examples:
-      primerl-node join --ticket primerl1-... --data-dir worker
+      primerl-node join --ticket primerl2-... --data-dir worker
+      primerl-node join --ticket https://example.org/ticket.txt
       ssh trainer primerl-node ticket | primerl-node join --ticket -
       primerl-node join --ticket run.ticket --engine.type vllm --tp auto
       primerl-node join --data-dir worker      again, for the run that admitted it
@@ -230,29 +235,46 @@ async def piped_text(most: int) -> str:
 
 
 def ticket_text(given: str) -> str:
-    """Read a ticket given as itself, as a file or as - (standard input). Raises TicketError."""
+    """Read a ticket given as itself, as a file, as an https link or as - (standard input).
+
+    Raises TicketError.
+    """
     from ..node.errors import TicketError
-    from ..protocol.tickets import PREFIX
+    from ..node.p2p.seeds import fetch_text
+    from ..protocol.tickets import PACKED, PREFIXES
 
     if given == "-":
         return sys.stdin.read(MAX_TICKET_FILE).strip()
-    if given.strip().startswith(PREFIX):
+    if given.strip().startswith(PREFIXES):
         return given.strip()
+    if "://" in given:
+        where = given.strip()
+        text = asyncio.run(fetch_text(where, MAX_TICKET_FILE + 1, deadline_s=LINK_S))
+        name = f"the page at {where.partition('?')[0][:80]}"
+    else:
+        text, name = _file_text(given), given[:80]
+    if len(text) > MAX_TICKET_FILE:
+        raise TicketError(f"{name} is too large for a ticket: give one that holds a ticket alone")
+    if not text.strip().startswith(PREFIXES):
+        raise TicketError(f"{name} holds no ticket: they start with {PACKED}")
+    return text.strip()
+
+
+def _file_text(given: str) -> str:
+    """Read a file, or one character more than a ticket's may have. Raises TicketError."""
+    from ..node.errors import TicketError
+    from ..protocol.tickets import PACKED
+
     try:
         path = expand_home(given)
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISFIFO(mode):  # a pipe: --ticket <(ssh ...)
             raise TicketError(f"{given[:80]} is no file: give the ticket, or a file that holds it")
         with path.open(encoding="utf-8") as file:
-            text = file.read(MAX_TICKET_FILE + 1)
-        if len(text) > MAX_TICKET_FILE:
-            raise TicketError(f"{given[:80]} is too large for a ticket: give a file that holds one")
-        if not text.strip().startswith(PREFIX):
-            raise TicketError(f"{given[:80]} holds no ticket: they start with {PREFIX}")
-        return text.strip()
+            return file.read(MAX_TICKET_FILE + 1)
     except FileNotFoundError as error:
         raise TicketError(
-            f"{given[:40]} is neither a ticket (they start with {PREFIX}) nor a file"
+            f"{given[:40]} is neither a ticket (they start with {PACKED}), nor a file or an https link"
         ) from error
     except (OSError, ValueError) as error:
         raise TicketError(f"cannot read a ticket from {given[:80]}: {error}") from error

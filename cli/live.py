@@ -22,6 +22,7 @@ from rich.panel import Panel
 from ..node.ops.control import NodeState, View
 from ..node.ops.figures import PeerRow, Status
 from ..node.reports.report import points, smooth, terminal_curve
+from ..node.storage.run_files import resume_hint
 from .tables import (
     NONE,
     PEER_COLUMNS,
@@ -283,7 +284,7 @@ def print_summary(run_dir: Path) -> None:
     try:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        print(f"stopped; go on with --resume: {run_dir}")
+        print(resume_hint(run_dir))
         return
     screen = console()
     curve = smooth(points(summary.get("reward_curve")))

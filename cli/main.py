@@ -31,6 +31,7 @@ from . import (
     models,
     replay,
     rollouts,
+    service,
     sft,
     status,
     ticket,
@@ -119,6 +120,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "dashboard": (dashboard.run, "Print the link of the running node's page in the browser."),
     "ban": (ban.ban, "Give a worker no more work."),
     "pardon": (ban.pardon, "Forget what is held against a worker."),
+    "bans": (ban.bans, "List who is banned, since when and why."),
     "explain": (explain.run, "Show why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
     "replay": (
@@ -139,6 +141,7 @@ _tickets = "Print, issue, list and revoke join tickets of the running trainer."
 _environments = "Test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
 app.add_typer(models.app, name="model", short_help="Convert models from elsewhere.")
+app.add_typer(service.app, name="service", short_help="Run a node at boot, by systemd or launchd.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)
 
 
@@ -172,6 +175,10 @@ def open_closed_streams() -> None:
 
 def execute(args: list[str]) -> int:
     """Run one command line; returns its exit code. A user's mistakes are lines on stderr, one each."""
+    if args[:1] == ["help"]:
+        args = [*args[1:], "--help"]
+    elif args == ["version"]:
+        args = ["--version"]
     try:
         code = app(args, prog_name=PROGRAM, standalone_mode=False)
         return code if isinstance(code, int) else 0

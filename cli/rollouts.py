@@ -91,11 +91,11 @@ def run(
 
     \b
     Examples:
-      primerl-node rollouts outputs/demo --step 12 --reward-max 0.2
+      primerl-node rollouts outputs/demo --step 152 --reward-max 0.2
       primerl-node rollouts outputs/demo --verdict rejected
-      primerl-node rollouts outputs/demo --show 12/0/3
-      primerl-node rollouts outputs/demo --diff 12/0
-      primerl-node rollouts outputs/demo --step 10-20 --export samples.jsonl
+      primerl-node rollouts outputs/demo --show 152/0/3
+      primerl-node rollouts outputs/demo --diff 152/0
+      primerl-node rollouts outputs/demo --step 150-160 --export samples.jsonl
     """
     import math
 
@@ -223,7 +223,9 @@ def _list(files: "RolloutFiles", wanted: "RolloutFilter", last: int, *, as_json:
         _print_json(rollouts, ("completion",))
         return
     if not rollouts:
-        write("no rollout is like that")
+        steps = files.steps()
+        kept = f" in steps {steps[0]} to {steps[-1]}, which are kept" if steps else ""
+        write(f"no rollout is like that{kept}")
         return
     names = "ROLLOUT VERDICT REASON REWARD ADVANTAGE VERSIONS WORKER ENVIRONMENT REPLY".split()
     rows: list[Sequence[str]] = []

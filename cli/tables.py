@@ -3,6 +3,8 @@
 import difflib
 import itertools
 import math
+import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, Self, TextIO, TypeVar
+from typing import Any, Generic, Self, TextIO, TypeVar, cast
 
 import rich.table
 from rich.cells import cell_len
@@ -24,6 +26,7 @@ from rich.table import Table
 from ..node.errors import UsageError
 from ..node.ops.control import ask
 from ..node.ops.figures import (
+    BanRow,
     BoundsRow,
     EngineRow,
     EnvironmentRow,
@@ -50,16 +53,36 @@ NONE = "-"
 MAX_STATE = 48
 """Characters of the reason that a table shows."""
 SUSPICIOUS = 0.5
+WITHOUT_WORK = ("trainer", "server")
+"""Roles of nodes that send in nothing to be judged."""
 GONE_S = 300.0
 """A peer that has been away for longer comes last in `peers`, and leaves live views."""
 UNITS = ("B", "kB", "MB", "GB", "TB")
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
+class _Trimmed:
+    """Standard output in a pipe: without the blanks that fill a table up at the right."""
+
+    encoding = "utf-8"
+
+    def write(self, text: str) -> int:
+        """Write text of whole lines."""
+        return sys.stdout.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def flush(self) -> None:
+        """Flush."""
+        sys.stdout.flush()
+
+
 def console(*, wide: bool = False) -> Console:
-    """Open standard output: a terminal at its width, a pipe at a width that cuts nothing off."""
-    width = UNBOUNDED if wide else None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(width=width, highlight=False)
+    """Open standard output: a terminal at its width, a pipe at COLUMNS or a width that cuts nothing off."""
+    terminal = sys.stdout.isatty()
+    narrow = terminal or os.environ.get("COLUMNS", "").isdecimal()
+    width = UNBOUNDED if wide else None if narrow else PIPE_WIDTH
+    return Console(
+        file=None if terminal else cast(TextIO, _Trimmed()), width=width, highlight=False
+    )
 
 
 def write(renderable: Any) -> None:
@@ -357,7 +380,7 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
         "OK/REJECTED",
         lambda row: (
             NONE
-            if row.role == "trainer"
+            if row.role in WITHOUT_WORK
             else f"{row.accepted}/{row.rejected}" + f" ({row.top_reason})" * bool(row.top_reason)
         ),
         80,
@@ -366,7 +389,7 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     _figure("AUDITED", "audited", 20),
     Column(
         "TRUST",
-        lambda row: NONE if row.role == "trainer" else trust(row.trust, row.trusts),
+        lambda row: NONE if row.role in WITHOUT_WORK else trust(row.trust, row.trusts),
         65,
         lambda row: row.trust,
         right=True,
@@ -374,9 +397,22 @@ PEER_COLUMNS: Sequence[Column[PeerRow]] = (
     ),
     _figure("REL", "reliability", 10, lambda share: f"{share:.2f}", least=True),
     _figure("SEEN", "last_seen_s", 50, lambda ago: f"{duration(ago)} ago", least=True),
+    Column("TICKET", lambda row: row.ticket or NONE, 8),
     Column("SOFTWARE", lambda row: row.software or NONE, 5),
     Column("STATE", state_of, 70, lambda row: (not state_of(row), state_of(row)), elastic=True),
 )
+
+
+def bans_table(rows: Sequence[BanRow]) -> Table | str:
+    """Draw `primerl-node bans`."""
+    if not rows:
+        return "nobody is banned"
+    table = plain_table(*"NODE SINCE TICKET OK/REJECTED WHY".split(), fold="WHY")
+    for row in rows:
+        since = f"{datetime.fromtimestamp(row.since):%Y-%m-%d %H:%M}" if row.since else NONE
+        work = f"{row.accepted}/{row.rejected}"
+        table.add_row(row.short, since, escape(row.ticket) or NONE, work, escape(row.why))
+    return table
 
 
 # -- status ----------------------------------------------------------------------------------------

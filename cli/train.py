@@ -31,14 +31,14 @@ TrainerGpus = Annotated[
     str | None,
     typer.Option(
         "--trainer-gpus",
-        help='GPUs of the trainer: how many, or which ("0,1", as torch counts the visible ones; "0," is one).',
+        help='GPUs of the trainer: how many, or which ("0,1", or "0," for one).',
     ),
 ]
 InferenceGpus = Annotated[
     str | None,
     typer.Option(
         "--inference-gpus",
-        help="GPUs of the workers, given in the same way; by default all that are left.",
+        help="GPUs of the workers, in the same way; by default the others.",
     ),
 ]
 

@@ -14,6 +14,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 NODE_ID_BYTES = 32
 SIGNATURE_BYTES = 64
+PEER_ID_PREFIX = bytes.fromhex("002408011220")
+"""What a node's id follows in its libp2p peer id: identity multihash (00, 36 bytes) of a protobuf
+PublicKey{Type = Ed25519, Data = 32 bytes}."""
 
 NodeId = Annotated[bytes, msgspec.Meta(min_length=NODE_ID_BYTES, max_length=NODE_ID_BYTES)]
 """The node's raw Ed25519 public key, 32 bytes."""
@@ -113,10 +116,21 @@ class SecretKey:
                 pem, passphrase.encode() if passphrase else None
             )
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            if b"PRIVATE KEY" not in pem:
+                raise KeyFileError(
+                    f"{path} holds no key: put your copy of the key back, or move the file away for a new one"
+                ) from error
             raise KeyFileError(f"cannot open {path}: {error}") from error
         if not isinstance(key, Ed25519PrivateKey):
             raise KeyFileError(f"{path} holds no Ed25519 key")
         return cls(key)
+
+
+def peer_id_text(node_id: bytes) -> str:
+    """Write the libp2p peer id of a node, as multiaddrs have it."""
+    import base58
+
+    return base58.b58encode(PEER_ID_PREFIX + node_id).decode()
 
 
 def verify(node_id: bytes, signature: bytes, message: bytes) -> bool:

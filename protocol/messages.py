@@ -298,10 +298,12 @@ class Probe(Message, frozen=True):
     answer: Annotated[int, msgspec.Meta(ge=0, le=MAX_PROBE)] = 0
 
 
-class SyncRecords(Message, frozen=True):
+class SyncRecords(Message, frozen=True, omit_defaults=True):
     """Anti-entropy of peer records: these are mine, tell me yours."""
 
     records: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)]
+    version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] = -1
+    """Policy version that I have loaded, for a node that asks for no lease; -1: none, or not stated."""
 
 
 LEAVING = "leaving"

@@ -274,6 +274,7 @@ class ReputationSnapshot(
     window: tuple[tuple[float, ...], ...] = ()
     suspicion: float
     banned: str
+    banned_at: float = 0.0
     accusers: tuple[str, ...] = ()
     placement: Placement = Placement()
     good: float = 0.0
@@ -377,6 +378,8 @@ class Reputation:
     """The largest of the three as a share of the bar, as of the last audit."""
     banned: str = ""
     """Why, in a sentence; empty if it is not banned."""
+    banned_at: float = 0.0
+    """When, in Unix seconds, as the trainer noted it; 0 where it did not."""
     accusers: tuple[str, ...] = ()
     """First stages (hex) of pipelines whose rollouts were blamed on this peer alone; two are as good as
     many."""

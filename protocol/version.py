@@ -5,19 +5,20 @@ WIRE_VERSION = 2
 
 2 (2026-11): an envelope begins with its wire version, in the clear, so that one of another version is told from
 a damaged one; hello and welcome say the sender's wire version and clock; tickets have an id, a label and a
-number of uses; a reply without leases says why; a run's environment has the name and the digest of its package,
-and says whether its rewards are recomputed, sampled or claimed; samples of a group stand in the order in which
-they began; the end of a run says whether it finished, failed or was stopped; a withdrawn sample has a reason of
-its own; workers say how they compute, and a run may measure the bounds that judge each class of them; a run has
-several environments, each with a name, a group size, a sampling contract and a limit of turns, a lease names
-one of them, and a worker says which it can play; rollouts of a mixture of experts may bring their routes, and
-audits measure these; a lease may bring the prompts of its tasks, and is then up to 256 KiB long; a run may take
-the likeliest token, which is said as temperature 0; its engines may quantize weights to FP8; an environment may
-draw from its likeliest tokens only, by top_p and top_k, and end replies by strings; a key that is in use on
-another connection, or that its owner has retired, is refused for a reason of its own, and a retirement is a
-signed fact; an environment's variables of the chat template may name the date that it writes, and its options
-what later turns are shown of earlier reasoning; rollouts under top_p or top_k state the tokens that these left,
-and logprobs over them; measurements of audits have signed means.
+number of uses, and as text leave out what follows from the rest; a reply without leases says why; a run's
+environment has the name and the digest of its package, and says whether its rewards are recomputed, sampled or
+claimed; samples of a group stand in the order in which they began; the end of a run says whether it finished,
+failed or was stopped; a withdrawn sample has a reason of its own; workers say how they compute, and a run may
+measure the bounds that judge each class of them; a run has several environments, each with a name, a group
+size, a sampling contract and a limit of turns, a lease names one of them, and a worker says which it can play;
+rollouts of a mixture of experts may bring their routes, and audits measure these; a lease may bring the prompts
+of its tasks, and is then up to 256 KiB long; a run may take the likeliest token, which is said as temperature
+0; its engines may quantize weights to FP8; an environment may draw from its likeliest tokens only, by top_p and
+top_k, and end replies by strings; a key that is in use on another connection, or that its owner has retired, is
+refused for a reason of its own, and a retirement is a signed fact; an inference server is a role of its own; an
+environment's variables of the chat template may name the date that it writes, and its options what later turns
+are shown of earlier reasoning; rollouts under top_p or top_k state the tokens that these left, and logprobs
+over them; measurements of audits have signed means.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

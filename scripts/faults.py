@@ -205,6 +205,27 @@ FAULTS = (
         ("test_bytes_signed_for_one_purpose_never_pass_for_another",),
     ),
     Fault(
+        "a ticket is packed where that changes its bytes",
+        "protocol/tickets.py",
+        "return packed if _unpack(packed) == sealed else None",
+        "return packed",
+        ("test_a_ticket_that_cannot_be_packed_is_written_whole",),
+    ),
+    Fault(
+        "children of a service speak for it",
+        "node/ops/service_manager.py",
+        'self._address = environ.pop("NOTIFY_SOCKET", "")',
+        'self._address = environ.get("NOTIFY_SOCKET", "")',
+        ("test_a_manager_is_told_and_its_socket_is_kept_from_children",),
+    ),
+    Fault(
+        "a link to a ticket leads anywhere",
+        "node/p2p/seeds.py",
+        'if parts.scheme.lower() != "https" or not host:',
+        "if not host:",
+        ("test_a_ticket_is_fetched_from_an_https_link_and_from_nothing_else",),
+    ),
+    Fault(
         "expiry of a ticket is not checked",
         "protocol/tickets.py",
         "ticket = unseal(sealed, Purpose.TICKET, Ticket, now=now).body",

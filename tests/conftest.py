@@ -14,6 +14,7 @@ from xdist.scheduler import LoadFileScheduling
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """Tests start many processes: what they import is compiled once."""
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and tables keep to it
 
 hypothesis.settings.register_profile("suite", deadline=None)  # no test asserts a speed
 hypothesis.settings.load_profile("suite")

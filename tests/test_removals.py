@@ -76,6 +76,7 @@ KNOWN = {
         1,
         "config.json in vLLM's cache, by its digest",
     ),
+    ("cli/service.py", "unlink"): (2, "the unit or plist that `service install` marked as its own"),
     ("crypto/keys.py", "unlink"): (
         1,
         "the key file that this call made a moment ago, half written",

@@ -34,6 +34,7 @@ from ..inference.vllm_arguments import (
 from ..models.created_model import created_config
 from ..ops.logs import configure
 from ..ops.monitors import check_monitors
+from ..ops.service_manager import passphrase
 from ..process.spawn import PARENT_VARIABLE
 from ..process.threads import share_python
 from ..storage.run_files import claim, held
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 KEY_FILE = "key.pem"
 RETIRED_FILE = "key.retired"
 """The sealed retirement of the key beside it."""
-PASSPHRASE = "PRIMERL_PASSPHRASE"
 
 
 def load_key(data_dir: Path) -> SecretKey:
@@ -55,10 +55,10 @@ def load_key(data_dir: Path) -> SecretKey:
             "--data-dir, which gets a key of its own"
         )
     path = data_dir / KEY_FILE
-    passphrase = os.environ.get(PASSPHRASE) or None
+    secret = passphrase()
     if not os.path.lexists(path):
-        SecretKey.generate().save(path, passphrase)
-    return SecretKey.load(path, passphrase)
+        SecretKey.generate().save(path, secret)
+    return SecretKey.load(path, secret)
 
 
 async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:

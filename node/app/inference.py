@@ -100,7 +100,7 @@ class OwnPolicy(Node):
         announce: Announce,
         factories: Factories | None = None,
     ) -> None:
-        super().__init__(config, key, config.directory, "inference")
+        super().__init__(config, key, config.directory, "server")
         self._config = config
         self._announce = announce
         self._factories = factories or Factories()
@@ -149,14 +149,13 @@ class FollowedPolicy(PeerNode):
             for name in ("fsync", "network", "engine", "weights", "dashboard")
         }
         joining = JoinConfig(
-            role="inference",
             ticket=config.ticket,
             log=config.log,
             wait=True,  # policies fetched earlier can be served without a trainer
             wait_for_trainer_s=math.inf,
             **shared,
         )
-        super().__init__(joining, key, config.directory, factories)
+        super().__init__(joining, key, config.directory, factories, role="server")
         self._serve_config = config
         self._announce = announce
         self._server: HttpServer | None = None

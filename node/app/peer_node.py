@@ -5,6 +5,7 @@ The roles' own parts are in `worker.py` and `validator.py`.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -20,7 +21,7 @@ from ...crypto.keys import SecretKey
 from ...protocol import tickets
 from ...protocol.envelope import utc, wrong_version
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import ChunkRef, RunManifest, Ticket
+from ...protocol.manifests import ChunkRef, Role, RunManifest, Ticket
 from ...protocol.messages import (
     GetHeads,
     Hello,
@@ -116,9 +117,17 @@ class PeerNode(Node):
     """A node that joined a run by its ticket."""
 
     def __init__(
-        self, config: JoinConfig, key: SecretKey, data_dir: Path, factories: Factories | None = None
+        self,
+        config: JoinConfig,
+        key: SecretKey,
+        data_dir: Path,
+        factories: Factories | None = None,
+        *,
+        role: Role | None = None,
     ) -> None:
-        super().__init__(config, key, data_dir, config.role)
+        """`role` is by default the config's."""
+        self._peer_role: Role = role or config.role
+        super().__init__(config, key, data_dir, self._peer_role)
         self.queries = {**self.queries, **PageQueries(data_dir).all()}
         self._config = config
         self._factories = factories or sandboxed(config)
@@ -162,7 +171,7 @@ class PeerNode(Node):
             open_store(self._config, directory),
             run_id=ticket.run,
             trainer=ticket.trainer,
-            role=self._config.role,
+            role=self._peer_role,
             bootstrap=ticket.discovery,
             factories=self._factories,
         ) as services:
@@ -199,6 +208,10 @@ class PeerNode(Node):
                     self.farewell = printable(f"the run has ended: {over}", MAX_NAME)
                 except (NodeError, ExceptionGroup) as error:
                     await self._say_why(services, error)
+                    raise
+                except asyncio.CancelledError:
+                    if services.admitted.is_set() and not services.left:
+                        await services.say_goodbye()
                     raise
                 finally:
                     for task in background:
@@ -247,9 +260,9 @@ class PeerNode(Node):
             return
         run_id, node = documents.run_id, self.key.node_id
         run = MonitoredRun(
-            name=f"{self._config.role}-{short(node)}",
+            name=f"{self.role}-{short(node)}",
             id=f"{run_id.hex()[:16]}-{node.hex()[:16]}",
-            role=self._config.role,
+            role=self.role,
             group=group_of(documents.manifest.name, run_id),
             directory=str(self.data_dir.absolute()),
             config=self._config.model_dump(mode="json", include=PUBLIC_OF_NODE),
@@ -375,7 +388,7 @@ class PeerNode(Node):
         while True:
             hello = Hello(
                 WIRE_VERSION,
-                self._config.role,
+                self._peer_role,
                 __version__,
                 tickets.sealed_bytes(self._ticket),
                 services.record(),
@@ -398,10 +411,10 @@ class PeerNode(Node):
                     ) from error
                 if lines.due():
                     logger.info(
-                        "waiting for trainer %s, %.0f s of at most %.0f: %s",
+                        "waiting for trainer %s, %.0f s%s: %s",
                         short(ticket.trainer),
                         waited,
-                        limit,
+                        "" if math.isinf(limit) else f" of at most {limit:.0f}",
                         error,
                     )
             except Refused as refusal:
@@ -529,7 +542,8 @@ class PeerNode(Node):
                         "--wait waits for it"
                     )
                 self._obstacle = reason
-                logger.warning("%s: waiting for it for up to %.0f s", reason, limit)
+                most = "" if math.isinf(limit) else f" for up to {limit:.0f} s"
+                logger.warning("%s: waiting for it%s", reason, most)
             if silence > (limit if reason else max(limit, LEAST_SILENCE_S)):
                 why = reason or "the trainer is silent"
                 raise NetworkError(

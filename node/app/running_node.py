@@ -19,6 +19,7 @@ from ..ops.figures import Curves, NodeFigures, PeerRow, Status
 from ..ops.logs import newest_lines
 from ..ops.machine import Machine
 from ..ops.metrics import EventLoopMonitor
+from ..ops.service_manager import service_manager
 
 
 class Node:
@@ -113,6 +114,7 @@ class Node:
             await control.close()
             raise
         entry = register(self.data_dir, self.role, run)
+        service_manager().tell("READY=1", f"STATUS={self.role} in {self.data_dir}")
         lag = asyncio.create_task(self.lag.run(), name="event loop lag")
         try:
             await self._until_done(work)

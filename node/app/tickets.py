@@ -39,7 +39,9 @@ def usable_ticket(given: str, data_dir: Path, now: int) -> str:
             ) from error
         if error.reason in (Reason.WRONG_VERSION, Reason.WRONG_CLOCK):
             raise TicketError(error.detail) from error
-        raise TicketError("the ticket is damaged: copy it again, whole and in one line") from error
+        raise TicketError(
+            "the ticket is damaged: copy it again, from its first character to its last"
+        ) from error
     return given
 
 

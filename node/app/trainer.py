@@ -35,7 +35,7 @@ from ..gpus import is_on_gpu, usable
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..models import base_weights
-from ..ops.figures import Curves, PeerRow, Status
+from ..ops.figures import BanRow, Curves, PeerRow, Status
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import WandbMonitor, group_of
 from ..p2p.services import NodeServices
@@ -315,6 +315,7 @@ class TrainerNode(IssuingNode):
             commands = {
                 "ban": self._ban,
                 "pardon": self._pardon,
+                "bans": self._bans,
                 "retire": self._retire,
                 **self.ticket_commands,
             }
@@ -739,6 +740,9 @@ class TrainerNode(IssuingNode):
 
     async def _pardon(self, name: str) -> dict[str, object]:
         return {"node": self._registry().pardon(name).hex()}
+
+    async def _bans(self) -> list[BanRow]:
+        return self._registry().bans()
 
     async def _retire(self, sealed: str) -> dict[str, object]:
         registry = self._registry()

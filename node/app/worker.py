@@ -165,7 +165,7 @@ class WorkerNode(PeerNode):
                 following.cancel()
         finally:
             # a worker that only changes its stage in a pipeline does not leave the run
-            if self._stages is None and self._role is not None and not joined.services.heads.ended:
+            if self._stages is None and not joined.services.heads.ended:
                 await joined.services.say_goodbye()
             for environment in environments.values():
                 await environment.close()
@@ -235,15 +235,16 @@ class WorkerNode(PeerNode):
 
     async def _status(self) -> Status:
         status = await super()._status()
-        if self._role is not None and (self._stages is None or self._stages.leads):
-            status.trusts = self._role.verdicts.trusts()
+        if (
+            verdicts := self._verdicts
+        ) is not None:  # also where it led a pipeline and does no more
+            status.trusts = verdicts.trusts()
             status.trust = min(status.trusts.values(), default=None)
+            status.accepted, status.rejected = verdicts.accepted, dict(verdicts.rejected)
+            status.bounds = [bounds_row(verdicts.bounds)] if verdicts.bounds else []
+        if self._role is not None and (self._stages is None or self._stages.leads):
             status.leases = self._role.held
-            status.accepted = self._role.verdicts.accepted
-            status.rejected = dict(self._role.verdicts.rejected)
             status.engine = self._role.engine_row()
-            bounds = self._role.verdicts.bounds
-            status.bounds = [bounds_row(bounds)] if bounds else []
         status.environment = shown_statuses(self._environments.values())
         if self._stages is not None:
             status.stage = self._stages.row()

@@ -27,7 +27,7 @@ from .serving import ServeConfig
 from .sft import SftConfig
 
 PREFIX = "PRIMERL_"
-NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"})
+NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE", "PRIMERL_PASSPHRASE_FILE"})
 """PRIMERL_ variables that are not config keys."""
 COMMANDS: tuple[type[BaseConfig], ...] = (
     RunConfig,
@@ -42,6 +42,9 @@ OF_PRIME_RL = frozenset({"ckpt", "deployment", "inference", "orchestrator", "slu
 """Sections of prime-rl's files that are not ours."""
 SWITCHES = frozenset({"resume"})
 """Sections that a flag without a value enables."""
+TICKET = "primerl"
+"""What a ticket starts with."""
+RECIPE = "reverse_text/laptop"
 BUNDLED = Path(__file__).resolve().parents[2] / "configs"
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -133,7 +136,8 @@ def find_file(name: str) -> Path:
     if close := difflib.get_close_matches(str(inside.with_suffix("")), names, n=1, cutoff=0.75):
         raise UsageError(f"no config file {name}: did you mean {close[0]}?")
     raise UsageError(
-        f"no config file {name}: give a path, or the name of a bundled one ({', '.join(names)})"
+        f"no config file {name}: give a path, or a bundled one, such as demo or {RECIPE} ({len(names)} are in "
+        f"{BUNDLED})"
     )
 
 
@@ -389,8 +393,8 @@ def _explain(
     if not isinstance(cause, ValidationError):
         message = " ".join(error.message.split())
         for word in message.removeprefix("Unrecognized arguments: ").split():
-            if word.endswith((".toml", ".json")):
-                raise UsageError(f"{word} is no flag: a config file follows an @, as in `@ {word}`")
+            if hint := _of_word(cls, word, flags):
+                return f"{word[:40]!r} is not understood here: {hint}"
         return message[:1].lower() + message[1:]
     problems = cause.errors(include_url=False)
     known = list(keys(cls))
@@ -418,7 +422,7 @@ def _explain(
         elif guess := nearest(name, known):
             hint = f": did you mean {guess}?"
         else:
-            hint = ": see --help for the keys"
+            hint = ": --help-all lists the keys"
         lines.append(f"unknown config key {name} {origin}{hint}")
     bad = [problem for problem in problems if problem["type"] != "extra_forbidden"]
     if bad:
@@ -427,6 +431,27 @@ def _explain(
     return (
         lines[0] if len(lines) == 1 else BETWEEN_PROBLEMS.join([f"{len(lines)} problems:", *lines])
     )
+
+
+def _of_word(cls: type[BaseModel], word: str, flags: Sequence[str]) -> str:
+    """Say what an argument that is no flag was probably meant to be; "" if nothing is known."""
+    at = flags.index(word) if word in flags else 0
+    before = flags[at - 1] if at else ""
+    if before.startswith("--"):
+        annotation, rest = _field(cls, _path(before))
+        if annotation is bool and not rest:
+            return f"{before} is true or false"
+    if word.endswith((".toml", ".json")):
+        return f"a config file follows an @, as in `@ {word}`"
+    if word.startswith(TICKET) and "ticket" in cls.model_fields:
+        return "a ticket follows --ticket"
+    if word.startswith("-") and not word.startswith("--") and len(word) > 2:
+        return f"a flag has two dashes, as in -{word}"
+    try:
+        find_file(word)
+    except UsageError:
+        return ""
+    return f"did you mean `@ {word}`?"
 
 
 def _of_prime_rl(file: str) -> str:
@@ -479,8 +504,11 @@ def nearest(name: str, known: Sequence[str]) -> str:
     if close := difflib.get_close_matches(name, [*known, *sorted(sections)], n=1, cutoff=0.75):
         return close[0]
     leaves: dict[str, str] = {}
-    for key in known:
+    for key in [*known, *sorted(sections)]:
         leaves.setdefault(key.rpartition(".")[2], key)
+    initials = "".join(part[:1] for part in last.split("_"))  # learning_rate: lr
+    if initials in leaves and len(initials) > 1:
+        return leaves[initials]
     close = difflib.get_close_matches(last, list(leaves), n=1, cutoff=0.75)
     return leaves[close[0]] if close else ""
 

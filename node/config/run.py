@@ -624,7 +624,7 @@ class JoinConfig(NodeConfig):
     role: Literal["inference", "validator"] = "inference"
     """`inference` generates rollouts; `validator` audits those of others."""
     ticket: str = ""
-    """The join ticket that the trainer printed."""
+    """The join ticket that the trainer printed, or a file or an https link that holds it."""
     leases: Annotated[int, Field(ge=0)] = 0
     """Most leases to hold at a time; 0: enough to keep the engine busy, and one in reserve."""
     environments: AllowedConfig = AllowedConfig()

@@ -78,7 +78,9 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
-PRIVATE = frozenset({"PRIMERL_PASSPHRASE", "WANDB_SERVICE", PARENT_VARIABLE})
+PRIVATE = frozenset(
+    {"PRIMERL_PASSPHRASE", "PRIMERL_PASSPHRASE_FILE", "WANDB_SERVICE", PARENT_VARIABLE}
+)
 """Variables that a taskset's process never gets: a secret, the way to W&B's service, and one for the node's
 processes."""
 SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE)$", re.IGNORECASE)

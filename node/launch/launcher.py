@@ -23,6 +23,7 @@ from ..errors import EngineError, NodeError, TicketError, UsageError
 from ..gpus import VARIABLE, shown, usable
 from ..ops.control import NodeState, View, watched
 from ..ops.logs import LogLimits
+from ..ops.service_manager import service_manager
 from ..process.exit_reason import CROWDED
 from ..process.spawn import LoggedProcess
 from ..storage.chunk_store import CHUNKS
@@ -116,7 +117,7 @@ def trainer_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[s
 def worker_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """Make the trainer's environment without our settings, as a worker's are in its file, and without keys of
     judges."""
-    ours = {"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE"}
+    ours = {"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE", "PRIMERL_PASSPHRASE_FILE"}
     keys = {environment.judge.key_variable for environment in config.mixture if environment.judge}
     return {
         name: value
@@ -181,6 +182,7 @@ async def launch(
         if placement.trainer is not None:
             for line in placement.lines():
                 view.say(line)
+        service_manager().tell("READY=1", f"STATUS=rl in {config.run_dir}")
         run = _run(launcher, args)
         await watched(launcher.nodes, view, run, pace_s=launcher.pace.view)
     return config.run_dir

@@ -338,15 +338,21 @@ def _found(name: str) -> Path:
         wanted = [*CONTRACT_PATTERNS, *WEIGHT_PATTERNS, f"{TEMPLATE_FOLDER}/*"]
         snapshot = snapshot_download(name, allow_patterns=wanted)
     except HFValidationError as error:
-        raise EngineError(
-            f"model {name!r} is neither a directory nor a hub id: correct model.name"
-        ) from error
+        raise _no_model(name) from error
     except OSError as error:  # base of all HTTP, cache and connection errors of the hub client
         raise EngineError(
             f"cannot download model {name!r} ({type(error).__name__}): check name and network, "
             "or set model.name to a local directory"
         ) from error
     return text_directory(Path(snapshot))
+
+
+def _no_model(name: str) -> EngineError:
+    """Make the error for a name that is neither a directory nor a hub id; it names step weights beside it."""
+    path = expand_home(name)
+    steps = sorted(other.name for other in path.parent.glob("step_*")) if path.name else []
+    there = f": {path.parent} has {', '.join(steps[-3:])}" if steps else ": correct model.name"
+    return EngineError(f"model {name!r} is neither a directory nor a hub id{there}")
 
 
 def text_directory(directory: Path) -> Path:
@@ -372,9 +378,7 @@ def fetch_config(name: str) -> dict[str, Any]:
             path = hf_hub_download(name, "config.json")
         return read_json(Path(path))
     except HFValidationError as error:
-        raise EngineError(
-            f"model {name!r} is neither a directory nor a hub id: correct model.name"
-        ) from error
+        raise _no_model(name) from error
     except OSError as error:
         raise EngineError(
             f"the hub cannot be reached for {name!r} ({type(error).__name__}): check name and network, or set "

@@ -65,6 +65,8 @@ class PeerRow(msgspec.Struct):
     """Chunk bytes that it says it has fetched, from its MAX_SOURCES largest sources (trainer)."""
     second: str = ""
     """Warning that another program with its key was refused lately, and from where."""
+    ticket: str = ""
+    """At the trainer: the ticket that admitted it, by label and the beginning of its id."""
 
 
 class MachineRow(msgspec.Struct):
@@ -83,6 +85,20 @@ class MachineRow(msgspec.Struct):
     gpu_memory_bytes: int = 0
     gpu_memory_total_bytes: int = 0
     """Memory of these GPUs, used (also by other programs) and in all."""
+
+
+class BanRow(msgspec.Struct):
+    """One line of `primerl-node bans`."""
+
+    id: str
+    short: str
+    since: float
+    """Unix seconds; 0: not known."""
+    why: str
+    ticket: str = ""
+    """Ticket that admitted it: label and beginning of the id."""
+    accepted: int = 0
+    rejected: int = 0
 
 
 class EngineRow(msgspec.Struct):

@@ -9,11 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ...crypto.keys import NODE_ID_BYTES
+from ...crypto.keys import NODE_ID_BYTES, PEER_ID_PREFIX
 from .transport import Stream
-
-PEER_ID_PREFIX = bytes.fromhex("002408011220")
-"""Identity multihash (00, 36 bytes) of a protobuf PublicKey{Type = Ed25519, Data = 32 bytes}."""
 
 
 def peer_id_of(node_id: bytes) -> bytes:

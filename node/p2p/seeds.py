@@ -1,7 +1,7 @@
 """Seeds: chunks from a copy of a node's `chunks` folder, on a static web server or a disk of this machine.
 
 Nothing that a seed says is believed: headers, lengths, redirects. No URL is ever logged or shown, as it may
-contain a password.
+contain a password. The text of a ticket behind a link is fetched by the same rules.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 from ...protocol.errors import Reason
 from ...protocol.manifests import ChunkRef
 from ...protocol.version import KIB
-from ..errors import UsageError
+from ..errors import TicketError, UsageError
 from .chunk_client import ChunkSource
 from .rpc import Refused, TooSlow
 from .transport import StreamClosed, TransportError, Unreachable
@@ -195,6 +195,60 @@ async def open_seeds(
             FolderSeed(url, name) if _is_folder(url) else HttpSeed(url, name, session)
             for url, name in named
         )
+
+
+async def fetch_text(link: str, most: int, *, deadline_s: float) -> str:
+    """Fetch the first `most` bytes of the text at an https link, within `deadline_s` seconds.
+
+    The server's certificate must be one that this system trusts. Redirects are not followed: they could lead
+    anywhere. Raises TicketError.
+    """
+    try:
+        parts = urlsplit(link)
+        host = _host(link)
+    except ValueError as error:
+        raise TicketError(f"the link to a ticket cannot be read: {error}") from error
+    if parts.scheme.lower() != "https" or not host:
+        raise TicketError(
+            "a ticket is fetched over https alone, as it is a secret: give an https link, or the ticket"
+        )
+    from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientTimeout
+    from yarl import URL
+
+    try:
+        async with (
+            ClientSession(
+                timeout=ClientTimeout(total=deadline_s, sock_connect=CONNECT_S),
+                headers=HEADERS,
+                auto_decompress=False,
+                trust_env=True,  # a worker's owner may be behind a proxy
+            ) as session,
+            session.get(URL(link, encoded=True), ssl=_tls(None), allow_redirects=False) as response,
+        ):
+            try:
+                return await _text_of(response, host, most)
+            finally:
+                if (unread := response.connection) is not None and unread.transport is not None:
+                    unread.transport.abort()  # else the loop ends before TLS has said goodbye
+    except TimeoutError as error:
+        raise TicketError(f"{host} did not send a ticket within {deadline_s:.0f} s") from error
+    except (ClientError, OSError, ValueError) as error:
+        # the other errors of the library name the link, which may be a secret
+        why = error if isinstance(error, ClientConnectorError) else type(error).__name__
+        raise TicketError(f"no ticket can be fetched from {host}: {why}") from None
+
+
+async def _text_of(response: "ClientResponse", host: str, most: int) -> str:
+    if response.status != OK:
+        moved = " (a redirect: give the link that it leads to)"
+        raise TicketError(
+            f"{host} answers {response.status}{moved * (300 <= response.status < 400)}: ask the trainer's "
+            "operator for the link"
+        )
+    data = b""
+    while len(data) < most and (piece := await response.content.read(most - len(data))):
+        data += piece
+    return data.decode("utf-8", "replace")
 
 
 def _names(urls: Sequence[str]) -> list[str]:

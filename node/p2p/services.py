@@ -91,6 +91,8 @@ class NodeServices:
     key_refusals: "asyncio.Queue[Refused]" = field(
         default_factory=lambda: asyncio.Queue[Refused](1)
     )
+    left: bool = False
+    """Whether this node has said goodbye."""
     keep_chunks: set[bytes] = field(default_factory=set[bytes])
     """Chunks that are not weights and are never collected: model files, manifests."""
 
@@ -205,7 +207,7 @@ class NodeServices:
 
     async def say_goodbye(self, why: str = "") -> None:
         """Tell the trainer that this node leaves, so that its work goes to others; `why` names a failure."""
-        goodbye = Goodbye(why)
+        goodbye, self.left = Goodbye(why), True
         try:
             async with asyncio.timeout(GOODBYE_S):  # a trainer that is gone cannot be connected to
                 await self.ask_trainer(goodbye, Accepted, deadline=GOODBYE_S)

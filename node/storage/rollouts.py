@@ -294,8 +294,11 @@ def _reading(path: Path) -> Generator[None]:
     try:
         yield
     except FileNotFoundError as error:
+        steps = RolloutFiles(path.parent).steps()
+        there = f" (kept are steps {steps[0]} to {steps[-1]})" if steps else ""
         raise StorageError(
             f"{path} is not there: rollouts of that step were not kept, or made room for newer ones"
+            f"{there}"
         ) from error
     except (OSError, pa.ArrowException, TypeError) as error:
         raise StorageError(f"{path} is damaged ({error}): remove it") from error

@@ -132,6 +132,13 @@ def holds_run(directory: Path) -> bool:
     return any((directory / name).exists() for name in ("trainer/ledger.db", METRICS, CHECKPOINTS))
 
 
+def resume_hint(directory: Path) -> str:
+    """Say how to go on with a run that was stopped in `directory`."""
+    if any((directory / CHECKPOINTS).glob("step_*")):
+        return f"stopped; go on with --resume: {directory}"
+    return f"stopped before the first version; --resume begins the warm-up again: {directory}"
+
+
 def write(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replace the file at `path` by one that holds `text`, whole or not at all. Raises StorageError."""
     with whole_file(path) as partial:

@@ -122,9 +122,7 @@ def _workers(scheduler: LeaseScheduler, now: float) -> str:
     """Return why no worker holds a lease, with advice."""
     registry = scheduler.registry
     workers = {
-        node: worker
-        for node, worker in registry.workers.items()
-        if node not in registry.audits.validators
+        node: worker for node, worker in registry.workers.items() if registry.takes_leases(node)
     }
     if not workers:
         return f"no worker has joined: start `primerl-node join` with the ticket{_turned_away(registry)}"
@@ -153,6 +151,8 @@ def _state(
 ) -> str:
     if registry.refusal(node):
         return REFUSED
+    if node in registry.turned_away:
+        return f"turned away ({registry.turned_away[node].reason.value})"
     if worker.left:
         return f"failed ({worker.failure})" if worker.failure else "left"
     if registry.silence(node) >= SILENT_S:
@@ -185,5 +185,6 @@ def _commonest(sentences: list[str]) -> str:
 def _turned_away(registry: WorkerRegistry) -> str:
     if not registry.turned_away:
         return ""
-    reason, count = Counter(registry.turned_away).most_common(1)[0]
+    reasons = Counter(error.reason.value for error in registry.turned_away.values())
+    reason, count = reasons.most_common(1)[0]
     return f" ({count} that tried were refused: {reason})"

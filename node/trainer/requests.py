@@ -3,7 +3,6 @@
 import asyncio
 import time
 
-from ...protocol.errors import RemoteProtocolError
 from ...protocol.messages import (
     MAX_LEASES,
     MAX_SEALED,
@@ -50,11 +49,7 @@ class ControlHandler:
         registry.seen(peer)
         match request:
             case Hello():
-                try:
-                    reply = registry.hello(peer, request)
-                except RemoteProtocolError as error:
-                    registry.turned_away.append(error.reason.value)
-                    raise
+                reply = registry.hello(peer, request)
                 self._reach("first worker")
             case WatchHeads():
                 return await self._services.head_server.watch(peer, stream, request)
@@ -94,7 +89,7 @@ class ControlHandler:
                 reply = Accepted()
             case SyncRecords():
                 registry.get(peer)
-                registry.renew(peer, request.records)
+                registry.renew(peer, request.records, request.version)
                 before, after = registry.sources(peer)
                 reply = SyncRecords((*before, *after))
             case _:  # Goodbye, the last of the union

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...protocol.reputation import Reputation
+from ...protocol.version import MAX_NAME
 from ..errors import printable
 from ..ops.figures import MAX_SOURCES, EnvironmentRow, PeerRow, Status
 from ..p2p.services import NodeServices
@@ -86,7 +87,7 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
     registry, newest = scheduler.registry, scheduler.version
     leases = Counter(grant.node for grant in registry.book.held.values())
     validators = registry.audits.records()
-    rows = peer_rows(services)
+    rows, tickets = peer_rows(services), registry.ticket_labels()
     for row in rows:
         node = bytes.fromhex(row.id)
         worker = registry.workers.get(node)
@@ -108,10 +109,13 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
             if validator.disqualified:
                 row.refused = row.refused or f"disqualified: {validator.disqualified}"
         row.second = registry.sessions.second(node)
+        if (turned_away := registry.turned_away.get(node)) is not None:
+            row.refused = row.refused or printable(str(turned_away), MAX_NAME)
         if worker is not None:
             row.numerics = str(worker.numerics or "")
             sources = Counter(worker.stats.chunk_bytes).most_common(MAX_SOURCES)
             row.chunk_bytes = {printable(source): count for source, count in sources}
+            row.ticket = tickets.get(worker.ticket, "")
             row.left, silence = worker.left, registry.silence(node)
             row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
             joins = version < 0 and not row.left and not row.stage and row.role != "validator"

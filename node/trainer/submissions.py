@@ -234,6 +234,7 @@ class VerificationQueue:
         self._stages.note(node, verified)
         if reputation.banned != before:
             logger.warning("%s is banned: %s", short(node), reputation.banned)
+            reputation.banned_at = now
 
     def _note_rewards(self, node: bytes, verified: Verified) -> None:
         for group in verified.groups:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT = "default"
 """Label of the tickets that a trainer issues by itself."""
+ID_BYTES = 8
+"""Of a new ticket: random, unlike any other of this trainer."""
 MAX_LABEL = 64
 MAX_TTL_S = 10 * 365 * 86400
 LOOK_S = 60.0
@@ -106,7 +108,7 @@ class TicketIssuer:
             discovery=services.discovery_addresses(),
             issued=now,
             expires=now + int(lasts_s),
-            id=secrets.token_bytes(16),
+            id=secrets.token_bytes(ID_BYTES),
             label=label,
             uses=uses,
         )

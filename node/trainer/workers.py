@@ -28,6 +28,7 @@ from ...protocol.retirement import read_retirement
 from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
 from ..errors import UsageError, printable
 from ..memory_plan.stages import CutModel
+from ..ops.figures import BanRow
 from ..p2p.gossip import read_record
 from ..p2p.limits import TokenBuckets
 from ..p2p.peers import Tier
@@ -75,6 +76,8 @@ JOINING_S = 10.0
 """A worker without a policy that was heard this long ago is fetching the run's files."""
 MIN_PREFIX = 4
 """Hex digits of a worker's id that name it."""
+MAX_TURNED_AWAY = 64
+"""Refused nodes that are remembered, to be shown."""
 MAX_REASON = 200
 """Characters of an operator's reason for a ban."""
 
@@ -99,7 +102,7 @@ class WorkerState:
     playable: frozenset[int] = frozenset()
     """Environments of the run that it says it can play, by index; empty before its first lease request."""
     left: bool = False
-    """Whether it said goodbye and sent no lease request since; its waiting request gets no lease."""
+    """Whether it said goodbye, and no hello or lease request since; its waiting request gets no lease."""
     failure: str = ""
     """Error that ended it, in its own words; empty if it just left."""
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
@@ -178,8 +181,8 @@ class WorkerRegistry:
             node: read_retirement(sealed) for node, sealed in services.ledger.retired().items()
         }
         """Keys that their owners ended."""
-        self.turned_away: deque[str] = deque(maxlen=64)
-        """Reasons why nodes were not admitted, newest last."""
+        self.turned_away: dict[bytes, RemoteProtocolError] = {}
+        """Why the last hello of a node was refused, the newest last."""
         self.workers: dict[bytes, WorkerState] = {}
         self.reputations: dict[bytes, Reputation] = {}
         self.environments = environments
@@ -300,6 +303,16 @@ class WorkerRegistry:
 
     def hello(self, peer: bytes, hello: Hello) -> Welcome:
         """Admit a node by its ticket, or again by its key. Raises RemoteProtocolError."""
+        self.turned_away.pop(peer, None)
+        try:
+            return self._admit(peer, hello)
+        except RemoteProtocolError as error:
+            if len(self.turned_away) >= MAX_TURNED_AWAY:
+                del self.turned_away[next(iter(self.turned_away))]
+            self.turned_away[peer] = error
+            raise
+
+    def _admit(self, peer: bytes, hello: Hello) -> Welcome:
         if hello.wire_version != WIRE_VERSION:
             raise wrong_version("your node", hello.wire_version, here="the trainer")
         now = int(time.time())
@@ -326,6 +339,7 @@ class WorkerRegistry:
             logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
         else:
             self.services.ledger.keep_record(peer, hello.record)
+            self.workers[peer].left, self.workers[peer].failure = False, ""
         # A node that says hello again has lost its earlier leases. It is the same session's node: see gate().
         self.sessions.began(peer)
         self.pipelines.began(peer)
@@ -341,8 +355,11 @@ class WorkerRegistry:
             worker.failure = printable(detail, MAX_NAME)
             logger.warning("worker %s has failed: %s", short(node), worker.failure)
 
-    def renew(self, peer: bytes, records: tuple[bytes, ...]) -> None:
-        """Store a node's own new record, before its last one expires."""
+    def renew(self, peer: bytes, records: tuple[bytes, ...], version: int) -> None:
+        """Store a node's own new record, before its last one expires, and the policy version that it loaded."""
+        if version >= 0:
+            worker = self.get(peer)
+            worker.stats = msgspec.structs.replace(worker.stats, version=version)
         for sealed in records[:1]:
             record = read_record(sealed, self.services.run_id, int(time.time()))
             if record.node != peer:
@@ -503,13 +520,21 @@ class WorkerRegistry:
         }
 
     def joining(self) -> set[bytes]:
-        """Return the workers that have no policy yet, and were heard a moment ago."""
+        """Return the nodes that have no policy yet, and were heard a moment ago."""
         since = self.clock() - JOINING_S
         return {
             node
             for node, worker in self.workers.items()
-            if worker.stats.version < 0 and not worker.left and worker.heard >= since
+            if worker.stats.version < 0
+            and not worker.left
+            and node not in self.turned_away
+            and worker.heard >= since
         }
+
+    def takes_leases(self, node: bytes) -> bool:
+        """Return whether a node joined to be leased work, by the role in its record."""
+        record = self.services.peers.get(node).record
+        return record is None or record.role == "inference"
 
     def present(self) -> int:
         """Count the members that were heard within PRESENT_S, at most ABLE_S ago."""
@@ -561,7 +586,9 @@ class WorkerRegistry:
         node = self._find(name)
         text = printable(why, MAX_REASON)
         reason = f"by the operator ({text})" if text else "by the operator"
-        self.reputation(node).ban(reason)
+        known = self.reputation(node)
+        known.ban(reason)
+        known.banned_at = known.banned_at or time.time()
         self.audits.ban(node, reason)
         return self._changed_by_hand(node)
 
@@ -576,6 +603,36 @@ class WorkerRegistry:
         if node in self.workers:
             self.workers[node].proven = False
         return self._changed_by_hand(node)
+
+    def bans(self) -> list[BanRow]:
+        """List the banned workers, and the validators that are believed no more; the newest ban first."""
+        labels = self.ticket_labels()
+        rows = [
+            BanRow(
+                id=node.hex(),
+                short=short(node),
+                since=known.banned_at,
+                why=known.banned,
+                ticket=labels.get(self.services.ledger.ticket_of(node), ""),
+                accepted=known.accepted,
+                rejected=sum(known.rejected.values()),
+            )
+            for node, known in self.reputations.items()
+            if known.banned
+        ]
+        rows += [
+            BanRow(node.hex(), short(node), 0.0, f"as a validator: {record.disqualified}")
+            for node, record in self.audits.records().items()
+            if record.disqualified and not self.reputation(node).banned
+        ]
+        return sorted(rows, key=lambda row: -row.since)
+
+    def ticket_labels(self) -> dict[bytes, str]:
+        """Map the ids of tickets to what people call them: the label, and the beginning of the id."""
+        return {
+            ticket.id: f"{ticket.label} {ticket.id.hex()[:8]}".strip()
+            for ticket in self.services.ledger.tickets()
+        }
 
     def _find(self, name: str) -> bytes:
         """Return the id of the only worker whose id begins with `name`. Raises UsageError."""

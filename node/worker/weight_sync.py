@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -44,6 +45,8 @@ class Upstreams:
     def __init__(self, services: NodeServices) -> None:
         self._services = services
         self.nodes: list[bytes] = []
+        self._version = -1
+        self._loaded = asyncio.Event()
 
     def learn(self, records: Sequence[bytes], later: Sequence[bytes] = ()) -> None:
         """Add sealed peer records from the trainer: sources admitted before us, and after us."""
@@ -52,13 +55,17 @@ class Upstreams:
         services.fetcher.place = len(before)
         self.nodes = before + learn_records(services.peers, services.run_id, later)
 
+    def loaded(self, version: int) -> None:
+        """Note the policy version that this node has loaded; keep_asking() tells the trainer at once."""
+        self._version = version
+        self._loaded.set()
+
     async def ask(self) -> None:
-        """Send the trainer our own record, and learn which peers have chunks."""
+        """Send the trainer our own record and version, and learn which peers have chunks."""
         services = self._services
         try:
-            reply = await services.ask_trainer(
-                SyncRecords((services.record(),)), SyncRecords, deadline=RECORDS_TIMEOUT_S
-            )
+            own = SyncRecords((services.record(),), self._version)
+            reply = await services.ask_trainer(own, SyncRecords, deadline=RECORDS_TIMEOUT_S)
         except (TransportError, Refused, RemoteProtocolError) as error:
             logger.info("no peer records from the trainer: %s", error)
         else:
@@ -67,8 +74,11 @@ class Upstreams:
     async def keep_asking(self) -> None:
         """Ask repeatedly, for a node that asks for no leases."""
         while True:
+            self._loaded.clear()
             await self.ask()
-            await asyncio.sleep(SYNC_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SYNC_S):
+                    await self._loaded.wait()
 
 
 def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> list[bytes]:
@@ -523,6 +533,7 @@ class WeightSync:
         self._writing = head.order
         await self._write(policy)
         self._order = head.order
+        self.upstreams.loaded(head.head.version)
         self._book.trusted.commit(head)
         epoch, version = head.order
         self._services.ledger.set(COMMITTED, epoch.to_bytes(8, "big") + version.to_bytes(8, "big"))

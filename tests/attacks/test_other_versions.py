@@ -80,7 +80,13 @@ async def test_a_node_whose_clock_is_off_learns_by_how_much(siege: Swarm, off: i
         )
         with pytest.raises(Refused) as caught:
             await rogue.ask(hello, Welcome)
-    assert caught.value.reason == Reason.WRONG_CLOCK
+        assert caught.value.reason == Reason.WRONG_CLOCK
+        # the trainer's operator sees it refused, until it comes with a right clock
+        row = await siege.until_row_of(rogue.key.node_id, lambda row: row["refused"] != "", 20.0)
+        assert row["refused"].startswith("wrong_clock: ")
+        assert not row["starting"]
+        await rogue.hello()
+        await siege.until_row_of(rogue.key.node_id, lambda row: row["refused"] == "", 20.0)
     told = int(caught.value.detail.split(" s ")[0].removeprefix("your clock is "))
     assert abs(told - abs(off)) <= 10
     assert ("ahead of" if off > 0 else "behind") in caught.value.detail
@@ -147,7 +153,7 @@ async def test_a_ticket_of_another_version_says_which_release_to_install(
 ) -> None:
     async with Swarm(tmp_path, model_dir) as swarm:
         later = msgspec.msgpack.encode([WIRE_VERSION + 1, "ticket", {}])
-        swarm.ticket = tickets.PREFIX + base64.urlsafe_b64encode(later).rstrip(b"=").decode()
+        swarm.ticket = tickets.WHOLE + base64.urlsafe_b64encode(later).rstrip(b"=").decode()
         with pytest.raises(TicketError, match="this ticket is of wire version 3, this node"):
             await swarm.add_worker("w1").ended(20.0)
 

@@ -83,9 +83,51 @@ def test_every_command_explains_itself(command: str, cli: Cli) -> None:
 def test_help_shows_the_keys_of_the_command(
     command: str, shown: list[str], hidden: list[str], cli: Cli
 ) -> None:
-    out = cli(command, "--help").out
+    out = cli(command, "--help-all").out
     assert all(key in out for key in shown)
     assert not any(key in out for key in hidden)
+
+
+@pytest.mark.parametrize("command", CONFIGURED)
+def test_help_of_a_command_is_short_and_names_the_way_to_the_rest(command: str, cli: Cli) -> None:
+    short, whole = (cli(command, flag).out for flag in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 45
+    assert f"`primerl-node {command} --help-all`" in " ".join(short.split())
+    assert "Examples:" in short
+    often = re.findall(r"^  (--[a-z.-]+)", short.partition("often set")[2], re.MULTILINE)
+    assert 4 <= len(often) <= 10
+    sections = {"--resume": "resume: "}
+    for flag in often:
+        assert f"\n  {flag} " in whole or f"\n{sections.get(flag, '?')}" in whole
+    assert len(whole) > 3 * len(short)
+
+
+def test_help_and_version_may_be_words(cli: Cli) -> None:
+    assert cli("help").out == cli("--help").out
+    assert cli("help", "train").out == cli("train", "--help").out
+    assert cli("version").out == cli("--version").out != ""
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("rl demo", "did you mean `@ demo`?"),
+        ("train mine.toml", "as in `@ mine.toml`"),
+        ("join primerl2-abc", "a ticket follows --ticket"),
+        ("train -name x", "two dashes, as in --name"),
+        ("train @ demo --fsync maybe", "'maybe' is not understood here: --fsync is true or false"),
+        ("train --training.learning-rate 1", "did you mean training.lr?"),
+        ("train --wandb x", "did you mean monitors.wandb?"),
+        ("train --xyzzy 1", "--help-all lists the keys"),
+        ("train @ nowhere.toml", "such as demo or reverse_text/laptop"),
+    ],
+)
+def test_a_slip_of_the_command_line_is_answered_with_what_was_meant(
+    line: str, hint: str, cli: Cli
+) -> None:
+    ran = cli(*line.split())
+    ran.refused(2, hint)
+    assert len(ran.err) < 250
 
 
 @pytest.mark.parametrize("cls", CONFIGS)
@@ -162,13 +204,15 @@ def test_the_first_signal_stops_in_order(number: signal.Signals, last: str) -> N
     assert err == "stopping; once more to stop at once\n"
 
 
-@pytest.mark.parametrize("trace", ["checkpoints", "trainer/ledger.db", ""])
+@pytest.mark.parametrize("trace", ["checkpoints/step_0", "trainer/ledger.db", ""])
 def test_a_run_that_is_stopped_says_how_to_go_on(trace: str, tmp_path: Path) -> None:
     (tmp_path / trace).mkdir(parents=True, exist_ok=True)
     process = started("pass", f", Path({str(tmp_path)!r})")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
-    assert err.endswith(f"stopped; go on with --resume: {tmp_path}\n") == bool(trace)
+    begun = trace.startswith("checkpoints")
+    assert err.endswith(f"stopped; go on with --resume: {tmp_path}\n") == begun
+    assert ("--resume begins the warm-up again" in err) == (bool(trace) and not begun)
 
 
 def test_the_second_signal_does_not_wait() -> None:

@@ -11,6 +11,7 @@ import typer.main
 
 from primerl.cli.command import config_of
 from primerl.cli.main import CONFIGURED, app
+from primerl.cli.service import COMMANDS as SERVICES
 from primerl.node.config.loader import keys
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,9 @@ def flags_of(name: str) -> frozenset[str]:
     found: set[str] = {flag for one in every for part in one.params for flag in part.opts}
     if name in CONFIGURED:
         found |= {f"--{key}" for key in keys(config_of(name))}
-    return frozenset(flag.replace("-", "_") for flag in found) | {"__help"}
+    if name == "service":  # its arguments are a command's
+        found = found.union(*map(flags_of, SERVICES))
+    return frozenset(flag.replace("-", "_") for flag in found) | {"__help", "__help_all"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

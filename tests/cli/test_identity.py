@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from primerl.cli.identity import base58
 from primerl.crypto.keys import KeyFileError, SecretKey
 from primerl.node.app.daemon import load_key
 from primerl.node.errors import UsageError
@@ -46,11 +45,6 @@ def test_id_shows_one_key_in_three_spellings(cli: Cli, home: Path) -> None:
     assert shown["short"] == "3b6a27bcce"
     assert shown["libp2p"] == "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
     assert shown["libp2p"] in cli("id").out
-
-
-def test_base58_keeps_leading_zero_bytes() -> None:
-    assert base58(b"\0\0\x01") == "112"
-    assert base58(b"hello world") == "StV1DL6CwTryKyV"
 
 
 @pytest.mark.parametrize("command", ["id", "init"])

@@ -6,11 +6,13 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.web_server import Quiet, certificate, static_server
 
 from primerl.cli.join import (
     asked,
@@ -26,6 +28,7 @@ from primerl.node.config.run import JoinConfig
 from primerl.node.environments.allowed import EnvironmentNotAllowed, Package
 from primerl.node.errors import TicketError
 from primerl.node.inference.vllm_arguments import is_installed
+from primerl.node.p2p.seeds import fetch_text
 from primerl.node.storage.ledger import Ledger
 from primerl.protocol.manifests import Ticket
 from primerl.protocol.tickets import issue
@@ -73,6 +76,66 @@ def test_a_good_ticket_passes_as_text_out_of_a_file_and_through_a_pipe(
         assert ticket_text("pipe") == "primerl1-x"
 
 
+class Pages(Quiet):
+    """Serves files; one path leads elsewhere, another never ends its reply."""
+
+    def do_GET(self) -> None:
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("Location", "/ticket.txt")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif self.path == "/silent":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"primerl2-")
+            self.wfile.flush()
+            RELEASED.wait(60.0)
+        else:
+            super().do_GET()
+
+
+RELEASED = threading.Event()
+
+
+def test_a_ticket_is_fetched_from_an_https_link_and_from_nothing_else(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ticket()
+    (home / "ticket.txt").write_text(f"{text[:70]}\n{text[70:]}\n")
+    (home / "large").write_text("primerl2-" + "a" * 2**20)
+    (home / "page.html").write_text("<html>the ticket is at the door</html>")
+    certified, tls = certificate(home)
+    with static_server(home, tls, Pages) as port:
+        link = f"https://127.0.0.1:{port}"
+        with pytest.raises(TicketError, match=r"from 127\.0\.0\.1: .*certificate"):
+            ticket_text(f"{link}/ticket.txt")  # nobody vouches for this server
+        monkeypatch.setenv("SSL_CERT_FILE", str(certified))
+        config = with_checked_ticket(JoinConfig(ticket=f"{link}/ticket.txt?key=hidden"))
+        assert "".join(config.ticket.split()) == text
+        for path, said in (
+            ("large", "is too large for a ticket"),
+            ("page.html", "holds no ticket"),
+            ("missing?key=hidden", "answers 404: ask"),
+            ("moved", "answers 302 \\(a redirect"),
+        ):
+            with pytest.raises(TicketError, match=said) as refused:
+                ticket_text(f"{link}/{path}")
+            assert "hidden" not in str(refused.value)
+        with pytest.raises(TicketError, match="did not send a ticket within"):
+            asyncio.run(fetch_text(f"{link}/silent", 99, deadline_s=0.3))
+        RELEASED.set()
+    for wrong, said in (
+        (f"http://127.0.0.1:{port}/ticket.txt", "over https alone"),
+        ("file:///etc/passwd", "over https alone"),
+        ("https://[::1", "cannot be read"),
+        (f"{link}/ticket.txt?key=hidden", "no ticket can be fetched from 127"),  # it is down
+    ):
+        with pytest.raises(TicketError, match=said) as refused:
+            ticket_text(wrong)
+        assert "hidden" not in str(refused.value)
+
+
 @pytest.mark.parametrize("command", ["join", "inference"])
 @pytest.mark.parametrize("dry", [("--dry-run",), ()])
 @pytest.mark.parametrize(
@@ -100,7 +163,7 @@ def test_a_ticket_that_is_missing_expired_or_damaged_is_refused_offline(
     invented = ("primerl1-", "primerl1-!!", "primerl1-AAAA", "binary", "note")
     for bad in (flipped, text[:-20], *invented):
         cli("join", "--ticket", bad).refused(3)
-    cli("join", "--ticket", flipped).refused(3, "damaged: copy it again, whole and in one line")
+    cli("join", "--ticket", flipped).refused(3, "damaged: copy it again, from its first character")
 
 
 def test_a_directory_that_was_admitted_passes_with_an_expired_ticket_and_with_none(

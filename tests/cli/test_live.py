@@ -310,4 +310,4 @@ def test_a_run_that_was_stopped_has_no_summary_and_can_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_summary(tmp_path)
-    assert "go on with --resume" in capsys.readouterr().out
+    assert "--resume begins the warm-up again" in capsys.readouterr().out

@@ -115,7 +115,7 @@ AT_ITS_LIMIT: list[tuple[type[Message], str, object, object]] = [
     (m.Hello, "ticket", bytes(KIB64), bytes(KIB64 + 1)),
     (m.Hello, "record", bytes(MAX_GOSSIP), bytes(MAX_GOSSIP + 1)),
     (m.Hello, "software", "x" * 256, "x" * 257),
-    (m.Hello, "role", "seed", "root"),
+    (m.Hello, "role", "server", "root"),
     (m.Hello, "wire_version", 2, "1"),
     (m.Welcome, "manifest", bytes(KIB64), bytes(KIB64 + 1)),
     (m.WatchHeads, "term", 0, -1),

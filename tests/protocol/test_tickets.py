@@ -4,24 +4,40 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.protocol_cases import NOW, OTHER_RUN, RUN, STRANGER, TICKET, TRAINER, refuses
+from support.protocol_cases import (
+    NOW,
+    OTHER_RUN,
+    RUN,
+    STRANGER,
+    TICKET,
+    TRAINER,
+    USUAL_TICKET,
+    refuses,
+)
 
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
 from primerl.protocol.manifests import Ticket
-from primerl.protocol.tickets import MAX_TICKET_CHARACTERS, PREFIX
+from primerl.protocol.tickets import MAX_TICKET_CHARACTERS, PACKED, WHOLE
 from primerl.protocol.version import CLOCK_SKEW_S, MAX_ADDRESSES, MAX_NAME
 
 TEXT = tickets.issue(TRAINER, TICKET)
-DAMAGE = (Reason.MALFORMED, Reason.BAD_SIGNATURE, Reason.WRONG_PURPOSE, Reason.EXPIRED)
+SEALED = seal(TRAINER, Purpose.TICKET, RUN, TICKET, expires=TICKET.expires)
+DAMAGE = (
+    Reason.MALFORMED,
+    Reason.BAD_SIGNATURE,
+    Reason.WRONG_PURPOSE,
+    Reason.WRONG_VERSION,
+    Reason.EXPIRED,
+)
 """What a damaged character may be noticed by."""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 
 
 def as_text(sealed: bytes) -> str:
     """Any bytes in the shape of a ticket."""
-    return PREFIX + base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
+    return WHOLE + base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
 
 def with_addresses(**changes: object) -> Ticket:
@@ -31,19 +47,64 @@ def with_addresses(**changes: object) -> Ticket:
 def test_a_ticket_is_read_as_it_was_issued() -> None:
     assert tickets.read(TEXT, now=NOW) == TICKET
     assert tickets.check(tickets.sealed_bytes(TEXT), now=NOW) == TICKET
-    assert len(TEXT) < 700  # it is pasted into terminals and chats
+    assert tickets.sealed_bytes(TEXT) == tickets.sealed_bytes(as_text(SEALED)) == SEALED
 
 
-@pytest.mark.parametrize("around", [" {}", "{}\n", "\t{}\r\n", "\n\n{} "])
-def test_whitespace_around_a_ticket_is_how_people_paste(around: str) -> None:
-    assert tickets.read(around.format(TEXT), now=NOW) == TICKET
+def test_a_usual_ticket_fits_into_250_characters() -> None:
+    """It is pasted into terminals and chats."""
+    text = tickets.issue(TRAINER, USUAL_TICKET)
+    assert text.startswith(PACKED)
+    assert len(text) <= 250
+    assert tickets.read(text, now=NOW) == USUAL_TICKET
 
 
 @pytest.mark.parametrize(
-    "inside", [" ", "\n", "\t", "\0", "=", "%", "\u00e9", "\u200b", ".", "+", "/"]
+    "changes",
+    [
+        {"addresses": ("[2001:db8::1]:1", "192.0.2.1:2")},  # not in the order of a packed one
+        {"addresses": ("[2001:DB8::1]:1",)},
+        {"addresses": ("[fe80::1%eth0]:1",)},
+        {"addresses": ("192.0.2.1:01",)},
+        {"issued": NOW + 7200},
+    ],
 )
+def test_a_ticket_that_cannot_be_packed_is_written_whole(changes: dict[str, object]) -> None:
+    ticket = with_addresses(**changes)
+    text = tickets.issue(TRAINER, ticket)
+    assert text.startswith(WHOLE)
+    assert tickets.read(text, now=0) == ticket
+
+
+@given(
+    st.lists(st.ip_addresses(v=4) | st.ip_addresses(v=6) | st.text(max_size=9), max_size=6),
+    st.integers(0, 2**16 - 1),
+    st.text(max_size=64),
+    st.binary(max_size=16),
+    st.integers(0, 2**53),
+)
+def test_every_ticket_comes_back_as_it_was_signed(
+    hosts: list[object], port: int, label: str, name: bytes, lasts_s: int
+) -> None:
+    addresses = tuple(f"{host}:{port}" for host in hosts)
+    ticket = with_addresses(
+        addresses=addresses, discovery=addresses, label=label, id=name, issued=0, expires=lasts_s
+    )
+    text = tickets.issue(TRAINER, ticket)
+    assert tickets.read(text, now=0) == ticket
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\r\n", "\t", "\u00a0"])
+def test_white_space_in_a_ticket_does_not_count(space: str) -> None:
+    """Mail and chats fold it, terminals copy it with line breaks."""
+    for text in (TEXT, as_text(SEALED)):
+        folded = space.join(text[at : at + 72] for at in range(0, len(text), 72))
+        assert tickets.read(space + folded + space, now=NOW) == TICKET
+        assert tickets.read(text[:3] + space + text[3:], now=NOW) == TICKET
+
+
+@pytest.mark.parametrize("inside", ["\0", "=", "%", "\u00e9", "\u200b", ".", "+", "/"])
 def test_a_foreign_character_inside_a_ticket_is_refused(inside: str) -> None:
-    for at in (4, len(PREFIX), len(PREFIX) + 1, 100, 101, 102, len(TEXT) - 2):
+    for at in (4, len(PACKED), len(PACKED) + 1, 100, 101, 102, len(TEXT) - 2):
         with refuses(Reason.MALFORMED):
             tickets.read(TEXT[:at] + inside + TEXT[at:], now=NOW)
         with refuses(Reason.MALFORMED):
@@ -78,14 +139,24 @@ def test_a_ticket_is_refused_with_characters_missing_or_swapped() -> None:
 def test_any_other_text_is_malformed(text: str) -> None:
     with refuses(Reason.MALFORMED):
         tickets.read(text, now=NOW)
-    with refuses(Reason.MALFORMED):
-        tickets.read(PREFIX + text, now=NOW)
+    for prefix in (WHOLE, PACKED):
+        with refuses(Reason.MALFORMED):
+            tickets.read(prefix + text, now=NOW)
 
 
 @given(st.binary(max_size=300))
 def test_any_other_bytes_are_no_ticket(data: bytes) -> None:
     with refuses(Reason.MALFORMED, Reason.WRONG_VERSION):  # a small number may come first
         tickets.read(as_text(data), now=NOW)
+    packed = base64.urlsafe_b64encode(bytes(128) + data).rstrip(b"=").decode()
+    with refuses(Reason.MALFORMED, Reason.WRONG_VERSION):
+        tickets.sealed_bytes(PACKED + packed)
+
+
+def test_a_packed_ticket_of_another_wire_version_is_named_so() -> None:
+    packed = bytes(128) + msgspec.msgpack.encode([3, 0, 0, b"", "", 0, b"", b"", [], 0])
+    with refuses(Reason.WRONG_VERSION):
+        tickets.sealed_bytes(PACKED + base64.urlsafe_b64encode(packed).rstrip(b"=").decode())
 
 
 @pytest.mark.parametrize("late", [0, CLOCK_SKEW_S])
@@ -117,8 +188,8 @@ def test_what_the_trainer_signed_for_another_purpose_is_no_ticket() -> None:
 
 def test_an_oversized_text_is_refused_before_it_is_decoded() -> None:
     with refuses(Reason.MALFORMED):
-        tickets.sealed_bytes(PREFIX + "A" * (MAX_TICKET_CHARACTERS + 1 - len(PREFIX)))
-    longest = PREFIX + "A" * (MAX_TICKET_CHARACTERS - len(PREFIX))
+        tickets.sealed_bytes(WHOLE + "A" * (MAX_TICKET_CHARACTERS + 1 - len(PACKED)))
+    longest = WHOLE + "A" * (MAX_TICKET_CHARACTERS - len(PACKED))
     assert len(tickets.sealed_bytes(longest)) == 6137
 
 

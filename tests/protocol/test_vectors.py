@@ -29,6 +29,7 @@ from support.protocol_cases import (
     SPLIT_VERDICT,
     TICKET,
     TRAINER,
+    USUAL_TICKET,
     WITH_EARLIER,
     WORKER,
 )
@@ -100,6 +101,8 @@ def test_an_envelope_is_an_array_in_this_order() -> None:
 
 def test_a_ticket_of_then_is_read_now() -> None:
     assert tickets.read(GOLDEN["ticket"], now=NOW) == TICKET
+    assert tickets.read(GOLDEN["whole_ticket"], now=NOW) == TICKET  # as tickets were written first
+    assert tickets.read(GOLDEN["usual_ticket"], now=NOW) == USUAL_TICKET
 
 
 def test_the_documents_of_then_are_read_now() -> None:

@@ -18,7 +18,14 @@ from primerl.node.p2p.waiting import LogBackoff
 from primerl.node.storage.run_files import CHECKPOINTS
 from primerl.node.training.checkpoint import Checkpoints
 from primerl.protocol.errors import Reason, RemoteProtocolError
-from primerl.protocol.messages import ControlRequest, HeadNotice, Heads, RunEnded, WatchHeads
+from primerl.protocol.messages import (
+    ControlRequest,
+    Goodbye,
+    HeadNotice,
+    Heads,
+    RunEnded,
+    WatchHeads,
+)
 
 
 async def test_workers_of_a_trainer_that_was_stopped_wait_and_work_on_when_it_is_back(
@@ -79,6 +86,26 @@ async def test_a_worker_that_comes_when_a_run_is_over_leaves_at_once_and_says_so
     async with Swarm(tmp_path, model_dir) as swarm, Finishing(swarm):
         worker = swarm.add_worker("w1")
         await worker.ended(20.0)  # no error: there was nothing to do
+
+
+async def test_a_worker_that_is_stopped_before_its_first_policy_says_goodbye(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """Its row says `left`, and nobody waits for it."""
+    requests: list[ControlRequest] = []
+
+    class Silent(HostileTrainer):
+        """A trainer without a policy, that notes what it is asked."""
+
+        async def reply(self, peer: bytes, stream: Stream, request: ControlRequest) -> None:
+            requests.append(request)
+            await super().reply(peer, stream, request)
+
+    async with Swarm(tmp_path, model_dir) as swarm, Silent(swarm):
+        swarm.add_worker("w1")
+        await until(lambda: any(isinstance(request, WatchHeads) for request in requests))
+        await swarm.stop_worker("w1")
+    assert sum(isinstance(request, Goodbye) for request in requests) == 1
 
 
 class Finishing(HostileTrainer):

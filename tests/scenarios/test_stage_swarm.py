@@ -34,9 +34,13 @@ async def ended_well(swarm: StageSwarm, steps: int, timeout: float = GUARD_S) ->
     began anew after a break, under a newer policy, is withdrawn.
     """
     summary = await swarm.finished(timeout)
+    accepted = 0
     for worker in swarm.workers.values():
         if worker.task is not None:
             await worker.ended(GUARD_S)
+            assert worker.node is not None
+            accepted += (await worker.node._status()).accepted  # pyright: ignore[reportPrivateUsage]
+    assert accepted > 0  # the last line of stage 0 has its work, though it leads nothing any more
     assert summary["steps"] == steps
     assert set(summary["rejected"]) <= {"stale", "withdrawn"}
     assert summary["accepted"] >= steps * BATCH

@@ -9,7 +9,7 @@ import pytest
 from msgspec import Struct, structs
 
 from primerl.crypto.hashing import NO_DIGEST, digest
-from primerl.crypto.keys import SecretKey
+from primerl.crypto.keys import SecretKey, peer_id_text
 from primerl.protocol import audits, manifests, rollouts
 from primerl.protocol import messages as m
 from primerl.protocol.envelope import Purpose, seal
@@ -152,6 +152,21 @@ TICKET = manifests.Ticket(
     label="friends",
     uses=8,
 )
+
+USUAL_TICKET = manifests.Ticket(
+    run=RUN,
+    trainer=TRAINER.node_id,
+    addresses=("192.0.2.1:40000", "198.51.100.17:40000"),
+    discovery=tuple(
+        f"/ip4/{host}/tcp/40001/p2p/{peer_id_text(TRAINER.node_id)}"
+        for host in ("192.0.2.1", "198.51.100.17")
+    ),
+    issued=NOW,
+    expires=NOW + 7 * 86400,
+    id=bytes(range(8)),
+    label="default",
+)
+"""As a trainer of two networks issues its own."""
 
 RECORD = manifests.PeerRecord(
     node=WORKER.node_id,

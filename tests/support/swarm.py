@@ -134,6 +134,8 @@ class Running:
     data_dir: Path
     engine: WitnessEngine | None = None
     task: "asyncio.Task[None] | None" = None
+    node: WorkerNode | None = None
+    """Of a worker, the newest."""
     stop: Callable[[], Awaitable[Any]] | None = None
     copied: bool = False
     """Whether it is a copy of another worker's directory, elsewhere."""
@@ -343,7 +345,7 @@ class Swarm:
         config = JoinConfig.model_validate(merged(base, overrides))
         factories = self._factories(worker, ledger)
         node = WorkerNode(config, worker.key, worker.data_dir, factories)
-        worker.stop = node.request_stop
+        worker.node, worker.stop = node, node.request_stop
         worker.task = asyncio.create_task(node.run())
         self.workers[name] = worker
         return worker

@@ -3,6 +3,7 @@
 Run it by hand, and only together with a new line in protocol/version.py: other nodes speak these bytes.
 """
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from primerl.crypto.hashing import derive, digest
 from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.state import Tensor, digests, state_digest
 from primerl.protocol import tickets
+from primerl.protocol.envelope import Purpose
 from primerl.protocol.leases import sample_seed
 from primerl.protocol.manifests import encode, run_id
 from primerl.protocol.session import frame
@@ -45,6 +47,11 @@ def samples() -> dict[str, int]:
         )
         for task, index, turn in SEEDS
     }
+
+
+def whole(sealed: bytes) -> str:
+    """A ticket as text that leaves nothing out."""
+    return tickets.WHOLE + base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
 
 def build() -> dict[str, Any]:
@@ -78,6 +85,8 @@ def build() -> dict[str, Any]:
         "classed_submission": encode(cases.CLASSED_SUBMISSION).hex(),
         "classed_verdict": encode(cases.CLASSED_VERDICT).hex(),
         "ticket": tickets.issue(cases.TRAINER, cases.TICKET),
+        "usual_ticket": tickets.issue(cases.TRAINER, cases.USUAL_TICKET),
+        "whole_ticket": whole(cases.sealed(Purpose.TICKET)),
         "envelopes": {purpose.value: cases.sealed(purpose).hex() for purpose in cases.ENVELOPES},
         "frames": {type(one).__name__: frame(one).hex() for one in cases.MESSAGES},
         "sample_seeds": samples(),

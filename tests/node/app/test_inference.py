@@ -171,8 +171,9 @@ async def test_a_run_is_followed_version_by_version_without_a_lease(tmp_path: Pa
             await until(lambda: engine.policy_version == 1)
             reply = await client.generate([3, 4], sampling_params={"max_tokens": 4})
             assert reply.json["policy_version"] == {"first": 1, "last": 1}
-            rows = {row["id"]: row for row in await swarm.trainer.peers()}
-            row = rows[own.node_id.hex()]
+            # it is no worker: it has a version, and nothing is waited for
+            row = await swarm.until_row(own, lambda row: row["version"] == 1, 20.0)
+            assert (row["role"], row["lag"], row["starting"]) == ("server", 0, False)
             assert (row["leases"], row["accepted"], row["rejected"]) == (0, 0, 0)
             fakes.go.set()
             summary = await swarm.finished()

@@ -2,20 +2,15 @@
 
 import asyncio
 import gzip
-import ssl
-import threading
 from base64 import b64encode
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from support.web_server import certificate, static_server
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import NetworkConfig
@@ -33,68 +28,6 @@ DEADLINE_S = 60.0
 DATA = bytes(range(256)) * 400
 CHUNK = ChunkRef(digest(DATA), len(DATA))
 SECRET = "hunter2"
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    """Python's own static web server, without its log."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        del format, args
-
-
-@contextmanager
-def static_server(folder: Path, tls: ssl.SSLContext | None = None) -> Generator[int]:
-    """Serve a folder at a port."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
-    server.daemon_threads = True
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def certificate(folder: Path) -> tuple[Path, ssl.SSLContext]:
-    """A self-made certificate for 127.0.0.1: its file, and what a server needs."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "a seed")])
-    now = datetime.now(UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(hours=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False
-        )
-        .sign(key, hashes.SHA256())
-    )
-    public, private = folder / "seed.pem", folder / "seed.key"
-    public.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    private.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(public, private)
-    return public, context
 
 
 async def get(url: str, chunk: ChunkRef = CHUNK, **options: Any) -> bytes:

@@ -1,6 +1,7 @@
 """Whom the trainer names to a worker as sources of chunks: those before it in the line, and those after it."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -74,11 +75,17 @@ async def test_a_banned_worker_is_no_source_and_asks_in_vain(
         liar, data_dir = line[1].key.node_id, swarm.trainer.data_dir
         told = await asyncio.to_thread(ask, data_dir, "ban", name=liar.hex(), why="it lies")
         assert told == {"node": liar.hex()}
+        (ban,) = await asyncio.to_thread(ask, data_dir, "bans")
+        assert (ban["id"], ban["why"]) == (liar.hex(), "by the operator (it lies)")
+        assert abs(ban["since"] - time.time()) < 3600
+        row = await swarm.until_row_of(liar, lambda row: row["refused"] != "", 20.0)
+        assert ban["ticket"] == row["ticket"] == f"default {swarm.read_ticket().id.hex()[:8]}"
         reply = await line[0].poll(0, version=0)
         assert nodes(reply.downstreams) == [line[2].key.node_id]
         with pytest.raises(Refused, match=r"banned: by the operator \(it lies\)"):
             await line[1].poll(1, version=0)
         await asyncio.to_thread(ask, data_dir, "pardon", name=liar.hex())
+        assert await asyncio.to_thread(ask, data_dir, "bans") == []
         await line[1].poll(0, version=0)
         reply = await line[0].poll(0, version=0)
         assert set(nodes(reply.downstreams)) == {liar, line[2].key.node_id}
