@@ -1,6 +1,7 @@
 """Stages in child processes, without vLLM: their requests, and refused starts."""
 
 import asyncio
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,16 @@ from primerl.node.inference.host_messages import (
     EngineRequest,
     EngineSetUp,
 )
-from primerl.node.inference.place import StagePlace, encode_place
+from primerl.node.inference.place import (
+    HEAD_EXTENSION,
+    PROGRAM_MODULE,
+    STAGE_EXTENSION,
+    WORKER,
+    StagePlace,
+    encode_place,
+)
 from primerl.node.models import huggingface
-from primerl.node.pipeline.hosted_stage import HostedHead, HostedStage
+from primerl.node.pipeline.hosted_stage import HEAD_PROGRAM, HostedHead, HostedStage
 from primerl.node.process.frames import HEAD_BYTES, MAX_FRAME, ProcessMessage, body_length
 from primerl.node.process.serve import Outbox
 
@@ -36,6 +44,17 @@ def place(rank: int = 0, **fields: Any) -> StagePlace:
     given = {"hidden_size": MODEL["hidden_size"], "kv_tokens": 4 * SHAPE.max_model_len} | fields
     shape = msgspec.structs.replace(found.shape, **given)
     return StagePlace(msgspec.structs.replace(found, shape=shape), rank, "/nowhere")
+
+
+def test_the_programs_of_stages_are_where_they_are_looked_for() -> None:
+    """They are named, not imported: a move of theirs would be noticed by the first pipeline alone."""
+    for name in (HEAD_EXTENSION, STAGE_EXTENSION, WORKER):
+        module, _, kind = name.rpartition(".")
+        found = find_spec(module)
+        assert found is not None
+        assert f"class {kind}(" in Path(found.origin or "").read_text().replace(":", "(")
+    assert HEAD_PROGRAM[3:] == (PROGRAM_MODULE, "head")
+    assert find_spec(PROGRAM_MODULE) is not None
 
 
 class Core:
