@@ -109,6 +109,7 @@ def _is_encoder(parts: Collection[str]) -> bool:
 NOT_STAGE_0 = "only stage 0 of a pipeline generates: send the request there"
 VARIABLE = "PRIMERL_PLACE"
 _PACKAGE = f"{__package__}".rpartition(".")[0] + ".pipeline"
+"""Where the processes of a pipeline's stages are; named, as it is not imported from here."""
 PROGRAM_MODULE = f"{_PACKAGE}.vllm_processes"
 HEAD_EXTENSION = f"{_PACKAGE}.vllm_stage_worker.HeadExtension"
 STAGE_EXTENSION = f"{_PACKAGE}.vllm_stage_worker.StageExtension"
