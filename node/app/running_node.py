@@ -62,7 +62,7 @@ class Node:
         status.bytes_sent = sum(row.bytes_sent for row in peers)
         status.bytes_received = sum(row.bytes_received for row in peers)
         status.peers = sum(row.path != "-" for row in peers)
-        status.machine = await asyncio.to_thread(self._machine.read)
+        status.machine = await self._machine.look()
         return NodeFigures(round(time.time(), 3), status, peers)
 
     async def status(self) -> Status:

@@ -1,7 +1,13 @@
-"""What the processes of a node use of their machine. Reading it walks /proc: from a thread, and not often."""
+"""What the processes of a node use of their machine.
 
+Reading it walks /proc: not often, and in a thread of its own, as those that the node's loop lends may all be
+busy for long, with a status waiting.
+"""
+
+import asyncio
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 
@@ -17,13 +23,18 @@ class Machine:
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
+        self._thread = ThreadPoolExecutor(1, "machine")
         self._row: MachineRow | None = None
         self._at = 0.0
         self._cpu: dict[tuple[int, float], float] = {}
         """CPU seconds of each process so far, by pid and time of its start."""
 
-    def read(self) -> MachineRow:
+    async def look(self) -> MachineRow:
         """Return the present figures."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.read)
+
+    def read(self) -> MachineRow:
+        """Do look(), in this thread."""
         now = time.monotonic()
         if self._row is None or now - self._at >= SAME_S:
             self._row = self._read(now)
