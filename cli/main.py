@@ -18,6 +18,7 @@ from ..node.errors import BETWEEN_PROBLEMS, NodeError, StorageError, file_error,
 from ..protocol.errors import RemoteProtocolError
 from . import (
     ban,
+    bundle,
     dashboard,
     doctor,
     environments,
@@ -121,6 +122,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "ban": (ban.ban, "Give a worker no more work."),
     "pardon": (ban.pardon, "Forget what is held against a worker."),
     "bans": (ban.bans, "List who is banned, since when and why."),
+    "bundle": (bundle.bundle, "Collect what helps to find a node's fault, without secrets."),
     "explain": (explain.run, "Show why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
     "replay": (
