@@ -58,6 +58,8 @@ SHAPE = {
 MIXTURE = SHAPE | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HONEST, CROSSED, CHEATED = 192, 64, 32
 """Rollouts."""
+ROUNDS = 8
+"""Times at most that a version is written while rollouts are drawn, until it meets enough of them."""
 OWN, NEXT, OTHER = 1, 2, 9
 PROMPT = 40
 
@@ -148,14 +150,19 @@ async def test_honest_rollouts_are_equal_to_the_last_bit(court: ExactRun) -> Non
 
 async def test_honest_rollouts_that_cross_a_version_are_equal_too(court: ExactRun) -> None:
     first, second = court.states[OWN], court.states[NEXT]
-    before = court.engine.stats().generated_tokens
-    under_way = asyncio.create_task(exact_cases.play(court.engine, court.wanted[:CROSSED]))
-    while not under_way.done() and court.engine.stats().generated_tokens < before + 200:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-    await court.engine.update(NEXT, second, changes(first, second))
-    items = await under_way
-    await court.engine.load(OWN, first)
-    assert sum(len(set(item.versions)) == 2 for item in items) >= CROSSED // 4
+    crossed, items = 0, []
+    for _ in range(ROUNDS):  # a busy machine may be told of the tokens when all rollouts have ended
+        before = court.engine.stats().generated_tokens
+        under_way = asyncio.create_task(exact_cases.play(court.engine, court.wanted[:CROSSED]))
+        while not under_way.done() and court.engine.stats().generated_tokens == before:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await court.engine.update(NEXT, second, changes(first, second))
+        items = await under_way
+        await court.engine.load(OWN, first)
+        crossed = sum(len(set(item.versions)) == 2 for item in items)
+        if crossed >= CROSSED // 4:
+            break
+    assert crossed >= CROSSED // 4
     found = await court.judged(items)
     assert [one for one in found if one.reason or one.suspect] == []
 
