@@ -41,7 +41,8 @@ class ControlServer:
         self._path = socket_path(data_dir)
         self._commands = commands
         self._server: asyncio.AbstractServer | None = None
-        self._callers: set[asyncio.StreamWriter] = set()
+        self._callers: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._closing = False
 
     async def start(self) -> None:
         """Listen. Raises BusyError if a node already answers there."""
@@ -59,15 +60,21 @@ class ControlServer:
     async def close(self) -> None:
         """Stop listening, hang up on callers, and remove the socket."""
         if self._server is not None:
+            self._closing = True
             self._server.close()
             remove_socket(self._path)
             self._server = None
             await asyncio.sleep(0)  # a connection that was just accepted becomes a caller
-            for caller in self._callers:
+            for task, caller in self._callers.items():
                 caller.transport.abort()
+                task.cancel()
+            if self._callers:
+                await asyncio.wait(list(self._callers), timeout=ASK_TIMEOUT_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._callers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers[task] = writer
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 reply = await self._answer(await reader.readline())
@@ -75,8 +82,11 @@ class ControlServer:
                 await writer.drain()
         except (TimeoutError, ConnectionError, ValueError):
             pass  # a local caller that hung up, stalled or sent an endless line
+        except asyncio.CancelledError:
+            if not self._closing:  # else asyncio logs it as an error of the connection (3.11)
+                raise
         finally:
-            self._callers.discard(writer)
+            del self._callers[task]
             writer.close()
 
     async def _answer(self, line: bytes) -> dict[str, Any]:

@@ -327,6 +327,9 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
         fakes.go.set()
         fakes.go.clear()
         await swarm.wait_step(3)
+        checkpoints = Checkpoints(swarm.run_dir / "checkpoints", keep_last=9)
+        while checkpoints.latest() != 3:  # noqa: ASYNC110 - it is written beside the run
+            await asyncio.sleep(0.02)
         await swarm.crash_worker("w1")
         await swarm.crash_trainer()
         Ledger(own).close()  # what was beside the file is in it now

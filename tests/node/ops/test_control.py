@@ -1,13 +1,21 @@
-"""The registry of running nodes."""
+"""The registry of running nodes, and a node that ends while it is asked something."""
 
+import asyncio
 import json
 import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from primerl.node.errors import NetworkError
 from primerl.node.ops.control import (
+    ControlServer,
+    ask,
     register,
     registry_directory,
     running,
@@ -65,3 +73,27 @@ def test_the_runtime_directory_goes_before_the_home(tmp_path: Path) -> None:
     assert registry_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "primerl"
     for environ in ({}, {"XDG_RUNTIME_DIR": str(tmp_path / "absent")}):
         assert registry_directory(environ) == Path.home() / ".primerl" / "running"
+
+
+def test_a_node_that_ends_while_it_answers_hangs_up_and_logs_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In a loop of its own, whose end would cancel what is left."""
+    asked = asyncio.Event()
+
+    async def never() -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def run(directory: Path) -> None:
+        server = ControlServer(directory, {"figures": never})
+        await server.start()
+        asking = asyncio.create_task(asyncio.to_thread(ask, directory, "figures"))
+        await asked.wait()
+        await server.close()
+        with pytest.raises((NetworkError, ValueError)):
+            await asking
+
+    with tempfile.TemporaryDirectory(prefix="prl") as name:
+        asyncio.run(run(Path(name)))
+    assert not caplog.records
