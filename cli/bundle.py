@@ -4,7 +4,6 @@ import os
 import sys
 import zipfile
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Annotated
 
@@ -57,10 +56,7 @@ def bundle(
             raise UsageError("nobody can be asked whether to write it: add --yes")
         if not typer.confirm(f"write {out}?"):
             return
-    packed = BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+    with whole_file(out) as path, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():
             archive.writestr(name, text)
-    with whole_file(out) as partial_path:
-        partial_path.write_bytes(packed.getvalue())
-    typer.echo(f"wrote {out} ({len(packed.getvalue()):,} B)")
+    typer.echo(f"wrote {out} ({out.stat().st_size:,} B)")

