@@ -266,6 +266,13 @@ class Ledger:
         rows = self._db.execute("SELECT sealed, manifest FROM heads ORDER BY term, version")
         return [(bytes(sealed), bytes(manifest)) for sealed, manifest in rows]
 
+    def newest_head(self) -> tuple[int, int]:
+        """Return (epoch, version) of the newest head; (0, 0) before the first."""
+        rows = self._db.execute(
+            "SELECT term, version FROM heads ORDER BY term DESC, version DESC LIMIT 1"
+        )
+        return rows.fetchone() or (0, 0)
+
     def drop_heads(self, epoch: int, below: int) -> None:
         """Forget heads of earlier epochs, and of `epoch` below a version."""
         self._write(

@@ -432,6 +432,7 @@ class TrainerRole:
             ledger=self._ledger.ledger_id(),
             arrivals=self._ledger.last_arrival(),
             boots=self._ledger.boots(),
+            head=self._ledger.newest_head(),
             reputations=snapshots(self.scheduler.registry.reputations),
             curriculum={
                 name: dict(curriculum.rewards) for name, curriculum in self._curricula.items()

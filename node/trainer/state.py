@@ -155,9 +155,11 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     line: dict[str, float | None] = {}
     """The step's metrics, in case the log lacks them when the run resumes."""
     ledger: str = ""
-    """Id of the ledger that belongs to the checkpoint, hex; `arrivals` and `boots` are as of then."""
+    """Id of the ledger that belongs to the checkpoint, hex; what it held then follows."""
     arrivals: int = 0
     boots: int = 0
+    head: tuple[int, int] = (0, 0)
+    """(epoch, version) of its newest head."""
     reputations: dict[str, ReputationSnapshot] = {}
     """Reputations by node id (hex), as of `verified_up_to`; the ledger has newer ones."""
     curriculum: dict[str, dict[int, float]] = {}
@@ -264,10 +266,11 @@ def _differs(state: TrainerState, ledger: Ledger) -> str:
         return "it is empty"
     if state.ledger and state.ledger != ledger.ledger_id():
         return "it is of another run, or was made anew"
-    if arrivals < state.arrivals or boots < state.boots:
+    head = ledger.newest_head()
+    if arrivals < state.arrivals or boots < state.boots or head < state.head:
         return (
-            f"it is older, and knows of {arrivals} submissions and {boots} starts, the checkpoint of "
-            f"{state.arrivals} and {state.boots}"
+            f"it is older, and knows of {arrivals} submissions, {boots} starts and version {head[1]}, the "
+            f"checkpoint of {state.arrivals}, {state.boots} and {state.head[1]}"
         )
     return ""
 

@@ -318,11 +318,12 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
     fakes = Fakes(last_step=1)
     async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=4, checkpoint=KEEP) as swarm:
         await swarm.start_trainer()
-        swarm.add_worker("w1")
-        await swarm.wait_step(1)
+        await swarm.wait_step(0)
         own, older = swarm.trainer.data_dir / "ledger.db", tmp_path / "older.db"
         with sqlite3.connect(own) as now, sqlite3.connect(older) as backup:
             now.backup(backup)
+        swarm.add_worker("w1")
+        await swarm.wait_step(1)
         fakes.last_step = 3
         fakes.go.set()
         fakes.go.clear()
