@@ -174,7 +174,8 @@ def make_auditor(
     from ..verification.vllm_auditor import VllmAuditor
 
     embedded = HfAuditor(config, timeout_s=timeout_s)  # of pipelines' work: most runs have none
-    return RoutedAuditor(VllmAuditor(config, timeout_s=timeout_s, ahead=ahead), embedded)
+    whole = VllmAuditor(config, timeout_s=timeout_s, ahead=ahead)
+    return RoutedAuditor(whole, embedded, embedded.begin)
 
 
 def make_reader(config: EngineConfig, timeout_s: float) -> Reader | None:

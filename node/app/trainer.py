@@ -65,7 +65,7 @@ from ..training.curriculum import Curriculum
 from ..training.restarts import Restarts, until_done
 from ..verification.duplicates import CopyDetector
 from ..verification.envelope import NoiseEnvelope, Reader
-from ..verification.local_audits import LocalAudits
+from ..verification.local_audits import LocalAudits, RoutedAuditor
 from ..verification.self_calibration import SelfCalibration
 from ..verification.verifier import Readings, Verifier
 from ..weights.encoders import Encoders
@@ -199,6 +199,11 @@ class Verification:
         await self._auditor.start(model_dir, self._documents.manifest)
         if self._reader is not None:
             await self._reader.start(model_dir, self._documents.manifest)
+
+    def expect_stages(self) -> None:
+        """Begin to start what audits the work of pipelines, of which there is one now."""
+        if isinstance(self._auditor, RoutedAuditor):
+            self._auditor.expect_stages()
 
     async def close(self) -> None:
         """End the processes that audit and read."""
@@ -587,6 +592,7 @@ class TrainerNode(IssuingNode):
             calibration=run.verification.calibration(),
             environments=documents.manifest.environments,
         )
+        registry.pipelines.expect(run.verification.expect_stages)
         buffer = RolloutBuffer(
             max_off_policy_steps=config.rollouts.max_off_policy_steps,
             capacity=buffer_capacity(

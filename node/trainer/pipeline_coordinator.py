@@ -331,9 +331,16 @@ class PipelineCoordinator:
         """Pools for which no plan exists: not tried again."""
         self._buckets = TokenBuckets(PEER_RATE, PEER_BURST, PEERS)
         self._makes = TokenBuckets(MAKE_RATE, MAKE_BURST, 1)
+        self._expected: Callable[[], None] = lambda: None
         self._led: set[bytes] = set()
         """Stages 0 of present or past plans: they may have leases."""
         self._load()
+
+    def expect(self, call: Callable[[], None]) -> None:
+        """Call `call` as soon as there is a plan, and with each new one."""
+        self._expected = call
+        if self._groups:
+            call()
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -651,6 +658,7 @@ class PipelineCoordinator:
         """Put a new plan into force and store it."""
         group.use(plan, self._clock())
         self._keep()
+        self._expected()
         layers = ", ".join(
             f"{short(stage.node)} {stage.first}-{stage.end - 1}" for stage in plan.stages
         )

@@ -186,6 +186,11 @@ class HfAuditor:
         # up to the number that the trainer holds whole: older ones are handed over again when they are needed
         self._most_states = min(audited_versions(run.limits.max_off_policy_steps), WHOLE + 1)
         if self._ahead:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin to start the process in the background, after start(); once is enough."""
+        if self._warming is None:
             self._warming = asyncio.create_task(self._warm_up(), name="auditor start")
 
     async def audit(

@@ -216,9 +216,13 @@ class RoutedAuditor:
     pipelines, with exact numerics or a kept cache, `whole` gets all items.
     """
 
-    def __init__(self, whole: Auditor, staged: Auditor) -> None:
+    def __init__(
+        self, whole: Auditor, staged: Auditor, begin: Callable[[], None] = lambda: None
+    ) -> None:
+        """`begin` begins to start the process of `staged`."""
         self._whole = whole
         self._staged = staged
+        self._begin = begin
         self._both = False
 
     @property
@@ -232,6 +236,11 @@ class RoutedAuditor:
         if not run.proofs.vllm_alone:
             await self._staged.start(model_dir, run)
             self._both = True
+
+    def expect_stages(self) -> None:
+        """Begin to start what audits pipelines: one was planned, whose first verdicts would wait for it."""
+        if self._both:
+            self._begin()
 
     async def audit(
         self, items: Sequence[AuditItem], states: Mapping[int, State]

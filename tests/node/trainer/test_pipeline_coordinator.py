@@ -48,6 +48,20 @@ def test_two_halves_make_a_pipeline_once_no_other_node_comes(world: OfferNetwork
     assert (shape.hidden_size, shape.max_model_len) == (64, 256)
 
 
+def test_who_expects_pipelines_is_called_with_the_first_plan_and_after_a_restart(
+    world: OfferNetwork,
+) -> None:
+    calls: list[int] = []
+    world.coordinator.expect(lambda: calls.append(1))
+    world.offer(1)
+    assert not calls
+    world.gather(1, 2)
+    assert calls == [1]
+    world.restart()
+    world.coordinator.expect(lambda: calls.append(2))
+    assert calls == [1, 2]
+
+
 def test_the_reply_names_the_other_stages_and_no_other_node(world: OfferNetwork) -> None:
     plan = world.gather(1, 2, 3)
     assert len(plan.stages) == 2

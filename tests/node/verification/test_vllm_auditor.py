@@ -18,7 +18,7 @@ from msgspec import structs
 from support import fake_engine_process as fake
 from support.auditor_cases import compared, make_run, measured
 from support.engine_cases import FP32
-from support.waiting import alive
+from support.waiting import alive, until
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, UsageError
@@ -648,6 +648,20 @@ async def test_what_left_a_pipeline_is_measured_by_the_other_auditor(model_dir: 
     found = measured(await routed.audit([staged, item(FINE), staged], STATES))
     assert [one.fingerprint for one in found] == [0.5, pytest.approx(0, abs=0.01), 0.5]
     assert other.items == [staged, staged]
+    await routed.close()
+
+
+async def test_what_measures_pipelines_starts_when_one_is_planned_and_not_before(
+    model_dir: Path,
+) -> None:
+    embedded = HfAuditor(FP32, timeout_s=DEADLINE_S)
+    whole = VllmAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM)
+    routed = RoutedAuditor(whole, embedded, embedded.begin)
+    await routed.start(model_dir, make_run("float32"))
+    assert embedded.pid is None
+    routed.expect_stages()
+    routed.expect_stages()
+    await until(lambda: embedded.pid is not None)
     await routed.close()
 
 
