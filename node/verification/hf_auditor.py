@@ -189,8 +189,8 @@ class HfAuditor:
             self.begin()
 
     def begin(self) -> None:
-        """Begin to start the process in the background, after start(); once is enough."""
-        if self._warming is None:
+        """Begin to start the process in the background, after start(), unless it runs or starts."""
+        if self._running is None and (self._warming is None or self._warming.done()):
             self._warming = asyncio.create_task(self._warm_up(), name="auditor start")
 
     async def audit(
@@ -285,7 +285,7 @@ class HfAuditor:
     async def _warm_up(self) -> None:
         """Start the process ahead of the first audit, which tries again if that fails."""
         try:
-            async with self._busy:
+            async with self._turn():  # it rests, too, if nothing is ever audited
                 await self._process()
         except EngineError as error:
             logger.warning("the process that audits does not start: %s", error)

@@ -117,6 +117,23 @@ async def test_a_process_without_audits_ends_until_the_next_one(
     assert marks(await auditor.audit([item(fake.FINE, 2)], STATES)) == [2.0]
 
 
+async def test_a_process_that_started_ahead_and_audits_nothing_ends_until_it_is_expected_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_auditor, "REST_S", 0.01)
+    (tmp_path / "config.json").write_text('{"vocab_size": 8}')
+    auditor = HfAuditor(FP32, timeout_s=DEADLINE_S, program=PROGRAM, ahead=True)
+    try:
+        await auditor.start(tmp_path, make_run("float32"))
+        await until(lambda: auditor.pid is not None)
+        first = auditor.pid
+        await until(lambda: auditor.pid is None)
+        auditor.begin()
+        await until(lambda: auditor.pid not in (None, first))
+    finally:
+        await auditor.close()
+
+
 async def test_where_nothing_can_be_measured_the_auditor_says_so(auditor: HfAuditor) -> None:
     with pytest.raises(EngineError, match="no audit succeeds"):
         await auditor.audit([item(fake.DIES)] * 3, STATES)
