@@ -19,7 +19,7 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol import tickets
-from ...protocol.envelope import utc, wrong_version
+from ...protocol.envelope import no_common_version, utc
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ChunkRef, Role, RunManifest, Ticket
 from ...protocol.messages import (
@@ -29,7 +29,7 @@ from ...protocol.messages import (
     Welcome,
 )
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
-from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
+from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WireRange
 from ..config.run import JoinConfig
 from ..errors import (
     BusyError,
@@ -387,18 +387,19 @@ class PeerNode(Node):
         limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
         while True:
             hello = Hello(
-                WIRE_VERSION,
+                services.wire.newest,
                 self._peer_role,
                 __version__,
                 tickets.sealed_bytes(self._ticket),
                 services.record(),
                 unix_time=int(time.time()),
+                oldest_wire_version=services.wire.oldest,
             )
             try:
                 welcome = await services.links.request(
                     ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
                 )
-                _check_welcome(welcome, int(time.time()))
+                _check_welcome(welcome, services.wire, int(time.time()))
                 now = int(time.time())
                 return read_documents(welcome.manifest, ticket.trainer, ticket.run, now=now)
             except TransportError as error:
@@ -630,10 +631,12 @@ def node_metrics(status: Status) -> dict[str, object]:
     }
 
 
-def _check_welcome(welcome: Welcome, now: int) -> None:
-    """Raise if the trainer speaks another wire version than we do, or its clock and ours differ too much."""
-    if welcome.wire_version != WIRE_VERSION:
-        raise wrong_version("the trainer", welcome.wire_version)
+def _check_welcome(welcome: Welcome, spoken: WireRange, now: int) -> None:
+    """Raise if the trainer speaks no wire version that we do, or its clock and ours differ too much."""
+    if not spoken.speaks(welcome.wire_version):
+        theirs = WireRange(welcome.wire_version, welcome.wire_version)
+        software = printable(welcome.software, MAX_NAME)
+        raise no_common_version(theirs, spoken, called="this node", software=software)
     ahead = now - welcome.unix_time
     if welcome.unix_time and abs(ahead) > CLOCK_SKEW_S:
         raise NodeError(
