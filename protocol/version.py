@@ -60,6 +60,10 @@ class WireRange(NamedTuple):
         newest = min(self.newest, other.newest)
         return newest if self.speaks(newest) and other.speaks(newest) else None
 
+    def stated_oldest(self) -> int:
+        """Return the older end as a hello states it: 0 where it is the newer one, too."""
+        return 0 if self.oldest == self.newest else self.oldest
+
     def __str__(self) -> str:
         """Write the range as errors name it."""
         return f"{self.newest}" if self.oldest == self.newest else f"{self.oldest} to {self.newest}"

@@ -393,7 +393,7 @@ class PeerNode(Node):
                 tickets.sealed_bytes(self._ticket),
                 services.record(),
                 unix_time=int(time.time()),
-                oldest_wire_version=services.wire.oldest,
+                oldest_wire_version=services.wire.stated_oldest(),
             )
             try:
                 welcome = await services.links.request(
