@@ -17,6 +17,7 @@ finish() {
     rm -rf "$work"
 }
 trap finish EXIT
+trap 'exit 143' INT TERM
 
 mkdir -p "$work/other/primerl" "$work/here"
 git -C "$root" archive "$commit" | tar x -C "$work/other/primerl"

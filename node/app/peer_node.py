@@ -139,6 +139,8 @@ class PeerNode(Node):
         """Reason why this node has not joined yet; empty once it has."""
         self._fetching = ""
         """Files that are being fetched before the first version, and why they do not come; else empty."""
+        self._newer_release = ""
+        """That the trainer's release is newer than this node's; empty if it is not."""
         self.farewell = ""
         """Why this node left, once the run has ended."""
 
@@ -400,6 +402,7 @@ class PeerNode(Node):
                     ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
                 )
                 _check_welcome(welcome, services.wire, int(time.time()))
+                self._compare_release(welcome.software)
                 now = int(time.time())
                 return read_documents(welcome.manifest, ticket.trainer, ticket.run, now=now)
             except TransportError as error:
@@ -515,6 +518,9 @@ class PeerNode(Node):
                     await trainer.came_back.wait()
             trainer.came_back.clear()
             await joined.upstreams.ask()
+            record = joined.services.peers.get(joined.services.trainer).record
+            if record is not None:
+                self._compare_release(record.software)
 
     async def _leave_without_trainer(self, trainer: HeadFollower) -> None:
         """End this node when its trainer was stopped, or is silent, for longer than the config waits.
@@ -583,6 +589,13 @@ class PeerNode(Node):
 
     # -- what the operator sees ----------------------------------------------------------------------
 
+    def _compare_release(self, software: str) -> None:
+        """Note whether the trainer's release is newer than ours; log it once for each release."""
+        line = newer_release(software)
+        if line and line != self._newer_release:
+            logger.warning("%s", line)
+        self._newer_release = line
+
     def _waits_for(self) -> str:
         """Describe what this node waits for, in peers' words too; empty while it works."""
         return (
@@ -596,6 +609,7 @@ class PeerNode(Node):
         if services is None:
             return status
         show_network(status, services)
+        status.warnings = [self._newer_release] if self._newer_release else []
         status.run_name = self._name
         status.newest_version = services.heads.order()[1]
         if weights is not None:
@@ -629,6 +643,22 @@ def node_metrics(status: Status) -> dict[str, object]:
         "network/bytes_received": status.bytes_received,
         **{f"inference/{name}": value for name, value in engine.items()},
     }
+
+
+def newer_release(software: str, own: str = __version__) -> str:
+    """Return the line for the operator if a trainer's release is newer than `own`, else ""."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        newer = Version(software) > Version(own)
+    except InvalidVersion:
+        return ""
+    if not newer:
+        return ""
+    return (
+        f"the trainer runs primerl-node {Version(software)}, this node {own}: upgrade it when it suits you "
+        "(UPGRADING.md)"
+    )
 
 
 def _check_welcome(welcome: Welcome, spoken: WireRange, now: int) -> None:

@@ -10,8 +10,10 @@ import pytest
 from support.hostile import HostileTrainer, Rogue
 from support.protocol_cases import head
 from support.swarm import Swarm
+from support.waiting import until
 
 from primerl import __version__
+from primerl.node.app.peer_node import newer_release
 from primerl.node.errors import NodeError, StorageError, TicketError, UsageError
 from primerl.node.p2p.rpc import Refused, receive_reply
 from primerl.node.p2p.transport import Stream
@@ -181,6 +183,43 @@ async def test_a_ticket_of_another_version_says_which_release_to_install(
         swarm.ticket = tickets.WHOLE + base64.urlsafe_b64encode(later).rstrip(b"=").decode()
         with pytest.raises(TicketError, match="this ticket is of wire version 3, this node"):
             await swarm.add_worker("w1").ended(20.0)
+
+
+# -- releases -------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_says_once_that_its_trainer_runs_a_newer_release_and_goes_on(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with Swarm(tmp_path, model_dir) as swarm, HostileTrainer(swarm) as trainer:
+        trainer.software = "999.1"
+        worker = swarm.add_worker("w1")
+        line = f"the trainer runs primerl-node 999.1, this node {__version__}: upgrade it when it suits"
+        await until(lambda: "joined run" in caplog.text)
+        (warning,) = (await worker.status())["warnings"]
+        assert warning.startswith(line)
+        assert sum(line in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("software", "newer"),
+    [
+        ("0.2.0", True),
+        ("0.1.1", True),
+        ("0.10.0", True),
+        ("0.1.0", False),
+        ("0.1.0rc1", False),
+        ("0.0.9", False),
+        ("hostile", False),
+        ("", False),
+        ("1.0\x1b[2J", False),
+        ("9" * 256, True),
+        ("1." * 127, False),
+    ],
+)
+async def test_only_a_higher_release_is_newer(software: str, newer: bool) -> None:
+    assert bool(newer_release(software, "0.1.0")) == newer
 
 
 # -- what is kept on a disk -----------------------------------------------------------------------------

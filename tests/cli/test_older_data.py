@@ -48,7 +48,7 @@ def test_its_ticket_is_read(run_dir: Path) -> None:
 
 
 def test_kept_rollouts_and_verdicts_are_shown(cli: Cli, run_dir: Path) -> None:
-    shown = cli("rollouts", str(run_dir), "--step", "1-3", "--json")
+    shown = cli("rollouts", str(run_dir), "--last", "999", "--json")
     assert shown.code == 0, shown.err
     assert {row["step"] for row in json.loads(shown.out)["rollouts"]} == {1, 2, 3}
     listed = cli("explain", "--data-dir", str(run_dir / "worker_1"), "--list", "--json")

@@ -90,6 +90,8 @@ class HostileTrainer:
         self.store = MemoryStore(max_bytes=1 << 30)
         self.ledger = Ledger(swarm.directory / "hostile.db")
         self.upstreams: list[bytes] = []
+        self.software = "hostile"
+        """Release that it says it runs."""
         self.lie: messages.HeadNotice | None = None
         """Said on every watch, after the newest head."""
         self._heads: dict[int, bytes] = {}
@@ -190,7 +192,7 @@ class HostileTrainer:
             case messages.GetHeads():
                 return await self._server.get(stream, request)
             case messages.Hello():
-                reply = messages.Welcome(self.documents.sealed, "hostile", WIRE_VERSION)
+                reply = messages.Welcome(self.documents.sealed, self.software, WIRE_VERSION)
             case messages.LeaseRequest():
                 await asyncio.sleep(0.05)
                 reply = messages.LeaseReply((), (), tuple(self.upstreams), 50)
