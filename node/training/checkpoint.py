@@ -45,7 +45,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _NewerFormat(StorageError):
-    """A checkpoint is whole, and of a format that only a later release reads: none before it takes its place."""
+    """A checkpoint is of a format that only a later release reads: none before it takes its place."""
 
 
 class _Beginning(msgspec.Struct, frozen=True):
