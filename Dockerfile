@@ -23,7 +23,7 @@ ENV HOME=/data \
     XDG_RUNTIME_DIR=/tmp
 
 FROM runtime AS build
-# hadolint ignore=DL3008
+# hadolint ignore=DL3008,DL3009
 RUN apt-get update && apt-get install -y --no-install-recommends python3-venv && python3 -m venv /opt/primerl
 WORKDIR /src
 COPY constraints.txt requirements.lock ./
@@ -38,7 +38,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --disable-pip-version-check --no-compile --extra-index-url "$TORCH_INDEX" -c constraints.txt torch
 COPY . .
-RUN pip install --disable-pip-version-check --no-compile --no-deps .
+RUN pip install --disable-pip-version-check --no-cache-dir --no-compile --no-deps .
 
 FROM packages AS build-cuda
 RUN --mount=type=cache,target=/root/.cache/pip \
