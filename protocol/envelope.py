@@ -15,7 +15,7 @@ from ..crypto.hashing import Digest
 from ..crypto.keys import NodeId, SecretKey, Signature, verify
 from .errors import Reason, RemoteProtocolError
 from .session import decode
-from .version import CLOCK_SKEW_S, MAX_SUBMISSION, WIRE_VERSION
+from .version import CLOCK_SKEW_S, MAX_SUBMISSION, SPOKEN, WireRange
 
 DOMAIN = b"primerl envelope\x00"
 ANYBODY = bytes(32)
@@ -75,25 +75,50 @@ class Opened(msgspec.Struct, Generic[T], frozen=True):
     """The exact signed bytes; digests of documents are taken over these."""
 
 
-def wrong_version(what: str, version: int, *, here: str = "this node") -> RemoteProtocolError:
-    """Make the refusal of another wire version than ours; `here` is how its reader calls us."""
+def wrong_document(what: str, version: int, spoken: WireRange = SPOKEN) -> RemoteProtocolError:
+    """Make the refusal of a document, called `what`, of a wire version that this node does not speak."""
+    advice = (
+        "upgrade this node"
+        if version > spoken.newest
+        else "it is of an older release: ask for a new one, or install that release"
+    )
     return RemoteProtocolError(
         Reason.WRONG_VERSION,
-        f"{what} is of wire version {version}, {here} (primerl-node {__version__}) speaks "
-        f"{WIRE_VERSION}: install the release that the run uses",
+        f"this {what} is of wire version {version}, this node (primerl-node {__version__}) speaks {spoken}: "
+        f"{advice} (UPGRADING.md)",
     )
 
 
-def read_envelope(sealed: bytes, what: str = "document") -> Envelope:
+def no_common_version(
+    trainer: WireRange, node: WireRange, *, called: str, software: str
+) -> RemoteProtocolError:
+    """Make the refusal for a trainer and a node whose wire versions do not meet.
+
+    The node's operator reads it. `called` is the node for that reader, `software` the trainer's release.
+    """
+    advice = (
+        f"upgrade {called} to it or a later one"
+        if node.newest < trainer.oldest
+        else f"ask for the trainer to be upgraded, or install that release for {called}"
+    )
+    return RemoteProtocolError(
+        Reason.WRONG_VERSION,
+        f"this trainer (primerl-node {software}) speaks wire {trainer}, {called} {node}: {advice} "
+        "(UPGRADING.md)",
+    )
+
+
+def read_envelope(sealed: bytes, what: str = "document", *, spoken: WireRange = SPOKEN) -> Envelope:
     """Read the fields of an envelope, none of them verified; an error calls it `what`.
 
     Raises:
-        RemoteProtocolError: WRONG_VERSION, before anything but the version was looked at; MALFORMED.
+        RemoteProtocolError: WRONG_VERSION for a version outside `spoken`, before anything else was looked at;
+            MALFORMED.
     """
     first = decode(sealed, _Beginning).first
     version = 1 if isinstance(first, str) else first
-    if version != WIRE_VERSION:
-        raise wrong_version(f"this {what}", version)
+    if not spoken.speaks(version):
+        raise wrong_document(what, version, spoken)
     return decode(sealed, Envelope)
 
 
@@ -144,11 +169,15 @@ def seal(
     expires: int,
     recipient: bytes = ANYBODY,
     sequence: int = 0,
+    version: int = SPOKEN.oldest,
 ) -> bytes:
-    """Sign `body` (a Struct, or bytes already encoded) for one purpose. `expires` in Unix seconds."""
+    """Sign `body` (a Struct, or bytes already encoded) for one purpose. `expires` in Unix seconds.
+
+    `version` is the oldest wire version whose nodes can read it.
+    """
     payload = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
     unsigned = Envelope(
-        WIRE_VERSION, str(purpose), run, key.node_id, recipient, sequence, expires, payload, b""
+        version, str(purpose), run, key.node_id, recipient, sequence, expires, payload, b""
     )
     signature = key.sign(_preimage(unsigned))
     return msgspec.msgpack.encode(msgspec.structs.replace(unsigned, signature=signature))
@@ -163,16 +192,18 @@ def unseal(
     run: bytes | None = None,
     signer: bytes | None = None,
     recipient: bytes | None = None,
+    spoken: WireRange = SPOKEN,
 ) -> Opened[T]:
     """Open an envelope that must be for `purpose`, and, where given, of `run`, by `signer`, to `recipient`.
 
-    `now` is Unix seconds. `run=None` is for the two documents that tell the run id themselves.
+    Its wire version is one of `spoken`. `now` is Unix seconds. `run=None` is for the two documents that tell
+    the run id themselves.
 
     Raises:
         RemoteProtocolError: WRONG_VERSION, MALFORMED, WRONG_PURPOSE, WRONG_RUN, WRONG_SIGNER,
             WRONG_RECIPIENT, EXPIRED or BAD_SIGNATURE; in each case nothing of the payload was decoded.
     """
-    envelope = read_envelope(sealed, purpose)
+    envelope = read_envelope(sealed, purpose, spoken=spoken)
     if envelope.purpose != purpose:
         raise RemoteProtocolError(Reason.WRONG_PURPOSE, f"{envelope.purpose}, not {purpose}")
     if run is not None and envelope.run != run:

@@ -1,6 +1,6 @@
 """Everything said between nodes. One stream carries one request and its reply; a watch carries many.
 
-New fields go last with a default; a new message is a new tag; changes of meaning raise WIRE_VERSION.
+protocol/version.py says how they may change.
 """
 
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from .errors import Reason
 from .manifests import MAX_ENVIRONMENTS, Count, Name, Role, UnixSeconds, Version
 from .numerics import MAX_CLASSES, NumericsClass
 from .pipelines import MAX_STAGES, StageOffer
-from .version import KIB, MAX_GOSSIP, MAX_LEASE, MAX_SUBMISSION, WIRE_VERSION
+from .version import KIB, MAX_GOSSIP, MAX_LEASE, MAX_SUBMISSION, WIRE_VERSION, WireRange
 
 MAX_SEALED = 64 * 1024
 Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_SEALED)]
@@ -42,10 +42,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Base of all messages; the class name is the tag on the wire."""
 
 
-class Hello(Message, frozen=True):
-    """First request of a worker to a trainer."""
+class Hello(Message, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
+    """First request of a worker to a trainer. Unknown fields are passed over."""
 
     wire_version: WireVersion
+    """The newest that it speaks."""
     role: Role
     software: Name
     ticket: Sealed
@@ -53,16 +54,23 @@ class Hello(Message, frozen=True):
     """The worker's sealed PeerRecord."""
     unix_time: UnixSeconds = 0
     """The worker's clock; 0: not stated."""
+    oldest_wire_version: WireVersion = 0
+    """The oldest that it speaks; 0: `wire_version` alone."""
+
+    @property
+    def spoken(self) -> WireRange:
+        """Wire versions that the worker speaks."""
+        return WireRange(self.oldest_wire_version or self.wire_version, self.wire_version)
 
 
-class Welcome(Message, frozen=True):
-    """The worker is admitted."""
+class Welcome(Message, frozen=True, forbid_unknown_fields=False):
+    """The worker is admitted. Unknown fields are passed over."""
 
     manifest: Sealed
     """The sealed RunManifest."""
     software: Name
     wire_version: WireVersion = 1
-    """Version 1 for a trainer that does not state it."""
+    """The newest that both speak. Version 1 for a trainer that does not state it."""
     unix_time: UnixSeconds = 0
     """The trainer's clock; 0: not stated."""
 
@@ -371,8 +379,8 @@ class HaveChunks(Message, frozen=True):
     held: Bitmap
 
 
-class Refusal(Message, frozen=True):
-    """No, and why."""
+class Refusal(Message, frozen=True, forbid_unknown_fields=False):
+    """No, and why. Unknown fields are passed over."""
 
     reason: Reason
     detail: Name = ""
@@ -380,15 +388,20 @@ class Refusal(Message, frozen=True):
 
 class Beginning(msgspec.Struct, frozen=True):
     """The common fields of a Hello, a Welcome and a Refusal of every wire version, read where the whole does
-    not decode.
-
-    Fields that we do not know are skipped: a later version may have more.
+    not decode: a later version may have other roles and reasons.
     """
 
     type: str = ""
-    wire_version: int = WIRE_VERSION
+    software: str = "?"
+    wire_version: WireVersion = WIRE_VERSION
+    oldest_wire_version: WireVersion = 0
     reason: str = ""
     detail: str = ""
+
+    @property
+    def spoken(self) -> WireRange:
+        """Wire versions that the sender of a Hello speaks, or the one that a Welcome names."""
+        return WireRange(self.oldest_wire_version or self.wire_version, self.wire_version)
 
 
 ControlRequest = (

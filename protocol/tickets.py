@@ -24,12 +24,12 @@ from .envelope import (
     read_envelope,
     seal,
     unseal,
-    wrong_version,
+    wrong_document,
 )
 from .errors import Reason, RemoteProtocolError
 from .manifests import Addresses, Ticket, encode
 from .session import decode
-from .version import MAX_ADDRESSES, WIRE_VERSION
+from .version import MAX_ADDRESSES, SPOKEN
 
 PREFIXES = WHOLE, PACKED = "primerl1-", "primerl2-"
 """What a ticket starts with."""
@@ -108,7 +108,7 @@ def _pack(sealed: bytes) -> bytes | None:
         count = len(ipv4) // (4 + PORT_BYTES) + len(ipv6) // (16 + PORT_BYTES)
         port = next(iter(ticket.discovery), "").partition("/tcp/")[2].partition("/")[0]
         rest = _Rest(
-            WIRE_VERSION,
+            envelope.wire_version,
             ticket.issued,
             ticket.expires - ticket.issued,
             ticket.id,
@@ -130,8 +130,8 @@ def _pack(sealed: bytes) -> bytes | None:
 def _unpack(packed: bytes) -> bytes:
     """Make the sealed ticket again. Raises RemoteProtocolError."""
     head, rest = packed[:HEAD_BYTES], decode(packed[HEAD_BYTES:], _Rest)
-    if rest.wire_version != WIRE_VERSION:
-        raise wrong_version("this ticket", rest.wire_version)
+    if not SPOKEN.speaks(rest.wire_version):
+        raise wrong_document("ticket", rest.wire_version)
     run, trainer = head[:DIGEST_BYTES], head[DIGEST_BYTES : DIGEST_BYTES + NODE_ID_BYTES]
     numbered = (*_hints(rest.ipv4, 4), *_hints(rest.ipv6, 16))
     ports = rest.discovery
@@ -147,7 +147,7 @@ def _unpack(packed: bytes) -> bytes:
         uses=rest.uses,
     )
     envelope = Envelope(
-        WIRE_VERSION,
+        rest.wire_version,
         Purpose.TICKET,
         run,
         trainer,

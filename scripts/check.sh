@@ -19,4 +19,5 @@ run .venv/bin/ruff format --check .
 run .venv/bin/ruff check .
 run .venv/bin/pyright
 run .venv/bin/python scripts/lines.py
+run bash scripts/package.sh --check
 run bash scripts/test.sh -W error "$@"

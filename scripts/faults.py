@@ -89,6 +89,35 @@ FAULTS = (
         "if False:",
         ("test_a_head_of_its_own_under_a_config_that_ties_it_is_refused",),
     ),
+    # -- versions
+    Fault(
+        "two nodes take the older version that both speak",
+        "protocol/version.py",
+        "newest = min(self.newest, other.newest)",
+        "newest = max(self.oldest, other.oldest)",
+        ("test_two_nodes_speak_the_highest_version_that_both_know",),
+    ),
+    Fault(
+        "a trainer answers in its own newest wire version",
+        "node/trainer/workers.py",
+        "return Welcome(self._sealed_manifest, __version__, common, now)",
+        "return Welcome(self._sealed_manifest, __version__, own.newest, now)",
+        ("test_a_run_goes_on_while_one_of_two_nodes_is_upgraded",),
+    ),
+    Fault(
+        "documents of the version before are refused",
+        "protocol/envelope.py",
+        "if not spoken.speaks(version):",
+        "if version != spoken.newest:",
+        ("test_documents_of_every_version_that_a_node_speaks_are_read_and_of_no_other",),
+    ),
+    Fault(
+        "a checkpoint of a newer release is passed over",
+        "node/training/checkpoint.py",
+        "            except _NewerFormat:\n                raise\n",
+        "",
+        ("test_a_checkpoint_of_a_newer_release_is_no_damage_and_none_before_it_takes_its_place",),
+    ),
     # -- resume points
     Fault(
         "a version is announced before a resume can go on from it",

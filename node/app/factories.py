@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ...crypto.keys import SecretKey
 from ...protocol.leases import LEASED_PROMPTS
-from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
+from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, SPOKEN, WireRange
 from ..config.paths import home_directory
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkConfig, RunConfig
 from ..config.sft import SftConfig
@@ -231,6 +231,8 @@ class Factories:
     backend: Callable[[RunConfig], TrainBackend] = make_backend
     ledger: MakeLedger = Ledger
     timeouts: NodeTimeouts = NodeTimeouts()
+    wire: WireRange = SPOKEN
+    """Wire versions that the node speaks."""
 
     def mixture(self, config: RunConfig, model_dir: Path) -> list[Environment]:
         """Make the environments that a run trains on, in its order, not started."""

@@ -19,7 +19,7 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol import tickets
-from ...protocol.envelope import utc, wrong_version
+from ...protocol.envelope import no_common_version, utc
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ChunkRef, Role, RunManifest, Ticket
 from ...protocol.messages import (
@@ -29,7 +29,7 @@ from ...protocol.messages import (
     Welcome,
 )
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
-from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
+from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WireRange
 from ..config.run import JoinConfig
 from ..errors import (
     BusyError,
@@ -139,6 +139,8 @@ class PeerNode(Node):
         """Reason why this node has not joined yet; empty once it has."""
         self._fetching = ""
         """Files that are being fetched before the first version, and why they do not come; else empty."""
+        self._newer_release = ""
+        """That the trainer's release is newer than this node's; empty if it is not."""
         self.farewell = ""
         """Why this node left, once the run has ended."""
 
@@ -387,18 +389,20 @@ class PeerNode(Node):
         limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
         while True:
             hello = Hello(
-                WIRE_VERSION,
+                services.wire.newest,
                 self._peer_role,
                 __version__,
                 tickets.sealed_bytes(self._ticket),
                 services.record(),
                 unix_time=int(time.time()),
+                oldest_wire_version=services.wire.stated_oldest(),
             )
             try:
                 welcome = await services.links.request(
                     ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
                 )
-                _check_welcome(welcome, int(time.time()))
+                _check_welcome(welcome, services.wire, int(time.time()))
+                self._compare_release(welcome.software)
                 now = int(time.time())
                 return read_documents(welcome.manifest, ticket.trainer, ticket.run, now=now)
             except TransportError as error:
@@ -514,6 +518,9 @@ class PeerNode(Node):
                     await trainer.came_back.wait()
             trainer.came_back.clear()
             await joined.upstreams.ask()
+            record = joined.services.peers.get(joined.services.trainer).record
+            if record is not None:
+                self._compare_release(record.software)
 
     async def _leave_without_trainer(self, trainer: HeadFollower) -> None:
         """End this node when its trainer was stopped, or is silent, for longer than the config waits.
@@ -582,6 +589,13 @@ class PeerNode(Node):
 
     # -- what the operator sees ----------------------------------------------------------------------
 
+    def _compare_release(self, software: str) -> None:
+        """Note whether the trainer's release is newer than ours; log it once for each release."""
+        line = newer_release(software)
+        if line and line != self._newer_release:
+            logger.warning("%s", line)
+        self._newer_release = line
+
     def _waits_for(self) -> str:
         """Describe what this node waits for, in peers' words too; empty while it works."""
         return (
@@ -595,6 +609,7 @@ class PeerNode(Node):
         if services is None:
             return status
         show_network(status, services)
+        status.warnings = [self._newer_release] if self._newer_release else []
         status.run_name = self._name
         status.newest_version = services.heads.order()[1]
         if weights is not None:
@@ -630,10 +645,28 @@ def node_metrics(status: Status) -> dict[str, object]:
     }
 
 
-def _check_welcome(welcome: Welcome, now: int) -> None:
-    """Raise if the trainer speaks another wire version than we do, or its clock and ours differ too much."""
-    if welcome.wire_version != WIRE_VERSION:
-        raise wrong_version("the trainer", welcome.wire_version)
+def newer_release(software: str, own: str = __version__) -> str:
+    """Return the line for the operator if a trainer's release is newer than `own`, else ""."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        newer = Version(software) > Version(own)
+    except InvalidVersion:
+        return ""
+    if not newer:
+        return ""
+    return (
+        f"the trainer runs primerl-node {Version(software)}, this node {own}: upgrade it when it suits you "
+        "(UPGRADING.md)"
+    )
+
+
+def _check_welcome(welcome: Welcome, spoken: WireRange, now: int) -> None:
+    """Raise if the trainer speaks no wire version that we do, or its clock and ours differ too much."""
+    if not spoken.speaks(welcome.wire_version):
+        theirs = WireRange(welcome.wire_version, welcome.wire_version)
+        software = printable(welcome.software, MAX_NAME)
+        raise no_common_version(theirs, spoken, called="this node", software=software)
     ahead = now - welcome.unix_time
     if welcome.unix_time and abs(ahead) > CLOCK_SKEW_S:
         raise NodeError(

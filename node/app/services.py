@@ -104,6 +104,7 @@ async def open_services(
             discovery=discovery,
             holdings=HoldingsAnnouncer(key, run_id),
             fraud=asyncio.Queue(16),
+            wire=factories.wire,
         )
 
 

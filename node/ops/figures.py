@@ -254,7 +254,7 @@ class Status(msgspec.Struct, kw_only=True):
     """libp2p connections."""
     detail: str = ""
     warnings: list[str] = []
-    """Conditions that the operator should act on, a sentence each (trainer)."""
+    """Conditions that the operator should act on, a sentence each."""
     bounds: list[BoundsRow] = []
     """Bounds of each class (trainer), or of this node's own (worker), in a run that measures bounds of
     noise."""

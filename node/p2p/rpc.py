@@ -9,11 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
-from ...protocol.envelope import wrong_version
+from ... import __version__
+from ...protocol.envelope import no_common_version
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import Beginning, Hello, Message, Refusal, Welcome
 from ...protocol.session import HEADER_BYTES, decode, frame, payload_size
-from ...protocol.version import MAX_MESSAGE, MAX_NAME, WIRE_VERSION
+from ...protocol.version import MAX_MESSAGE, MAX_NAME, SPOKEN
 from .transport import Connection, Stream, StreamClosed, TransportError
 
 T = TypeVar("T")
@@ -50,8 +51,10 @@ async def receive(stream: Stream, kind: type[T], limit: int = MAX_MESSAGE) -> T:
         return decode(payload, kind)
     except RemoteProtocolError:
         beginning = decode(payload, Beginning)
-        if beginning.type == Hello.__name__ and beginning.wire_version != WIRE_VERSION:
-            raise wrong_version("your node", beginning.wire_version, here="the trainer") from None
+        if beginning.type == Hello.__name__ and SPOKEN.common(beginning.spoken) is None:
+            raise no_common_version(
+                SPOKEN, beginning.spoken, called="your node", software=__version__
+            ) from None
         raise
 
 
@@ -65,8 +68,10 @@ async def receive_reply(stream: Stream, kind: type[T]) -> T:
         beginning = decode(payload, Beginning)
         if beginning.type == Refusal.__name__:
             raise _foreign_refusal(beginning) from None
-        if beginning.type == Welcome.__name__ and beginning.wire_version != WIRE_VERSION:
-            raise wrong_version("the trainer", beginning.wire_version) from None
+        if beginning.type == Welcome.__name__ and SPOKEN.common(beginning.spoken) is None:
+            raise no_common_version(
+                beginning.spoken, SPOKEN, called="this node", software=beginning.software[:MAX_NAME]
+            ) from None
         raise
     if isinstance(reply, Refusal):
         raise Refused(reply.reason, reply.detail)

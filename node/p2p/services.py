@@ -19,7 +19,7 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import PeerRecord, Role
 from ...protocol.messages import Accepted, Goodbye, Message
 from ...protocol.trust import Equivocation, EquivocationProof
-from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE
+from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, SPOKEN, WireRange
 from ..config.run import NodeConfig
 from ..errors import BusyError, NodeError, RunFailed, TicketError
 from ..storage.chunk_store import FileStore
@@ -86,6 +86,8 @@ class NodeServices:
     holdings: HoldingsAnnouncer
     """Versions that we hold, to be gossiped if discovery is on."""
     fraud: "asyncio.Queue[RemoteProtocolError]"
+    wire: WireRange = SPOKEN
+    """Wire versions that this node speaks."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the trainer has admitted this node."""
     key_refusals: "asyncio.Queue[Refused]" = field(

@@ -646,7 +646,8 @@ def check_format(path: Path, known: bytes) -> None:
     if int.from_bytes(known, "big") not in (UPGRADED, FORMAT):
         raise StorageError(
             f"{path} was written by another version of primerl-node (format {int.from_bytes(known, 'big')}, "
-            f"this one reads {FORMAT}): go on with the release that wrote it, or use another directory"
+            f"this one reads {UPGRADED} and {FORMAT}): go on with the release that wrote it, or use another "
+            "directory (UPGRADING.md)"
         )
 
 

@@ -18,14 +18,14 @@ import msgspec
 from ... import __version__
 from ...crypto.hashing import short
 from ...protocol import tickets
-from ...protocol.envelope import utc, wrong_version
+from ...protocol.envelope import no_common_version, utc
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import EnvironmentContract
 from ...protocol.messages import LEAVING, Hello, Welcome, WorkerStats
 from ...protocol.numerics import NumericsClass
 from ...protocol.reputation import Reputation
 from ...protocol.retirement import read_retirement
-from ...protocol.version import CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
+from ...protocol.version import CLOCK_SKEW_S, MAX_NAME
 from ..errors import UsageError, printable
 from ..memory_plan.stages import CutModel
 from ..ops.figures import BanRow
@@ -313,8 +313,10 @@ class WorkerRegistry:
             raise
 
     def _admit(self, peer: bytes, hello: Hello) -> Welcome:
-        if hello.wire_version != WIRE_VERSION:
-            raise wrong_version("your node", hello.wire_version, here="the trainer")
+        own = self.services.wire
+        common = own.common(hello.spoken)
+        if common is None:
+            raise no_common_version(own, hello.spoken, called="your node", software=__version__)
         now = int(time.time())
         check_clock(hello.unix_time, now)
         self.services.head_server.check_going_on()
@@ -336,7 +338,9 @@ class WorkerRegistry:
             self.services.ledger.admit(peer, now, ticket, hello.record)
             self.workers[peer] = WorkerState(next(self._ranks), ticket, heard=self.clock())
             self.services.peers.admit(peer, self._tier(peer), ticket)
-            logger.info("admitted %s (%s, %s)", short(peer), hello.role, hello.software)
+            logger.info(
+                "admitted %s (%s, %s, wire %d)", short(peer), hello.role, hello.software, common
+            )
         else:
             self.services.ledger.keep_record(peer, hello.record)
             self.workers[peer].left, self.workers[peer].failure = False, ""
@@ -344,7 +348,7 @@ class WorkerRegistry:
         self.sessions.began(peer)
         self.pipelines.began(peer)
         self.book.release(peer, now)
-        return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now)
+        return Welcome(self._sealed_manifest, __version__, common, now)
 
     def goodbye(self, node: bytes, detail: str) -> None:
         """Record that a worker leaves, in order or because of the error in `detail`."""

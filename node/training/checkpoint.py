@@ -44,6 +44,16 @@ class CheckpointRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, str]
 
 
+class _NewerFormat(StorageError):
+    """A checkpoint is of a format that only a later release reads: none before it takes its place."""
+
+
+class _Beginning(msgspec.Struct, frozen=True):
+    """What the record of every format has."""
+
+    format: int
+
+
 @runtime_checkable
 class StagingBackend(Protocol):
     """A backend that can save while it trains; other backends save at once."""
@@ -142,7 +152,8 @@ class Checkpoints:
     async def read_newest(self) -> tuple[int, dict[str, bytes]] | None:
         """Return step and parts of the newest intact checkpoint; None if there is no checkpoint.
 
-        Damaged ones are skipped with a warning. Raises StorageError if all are damaged.
+        Damaged ones are skipped with a warning. Raises StorageError if all are damaged, or if a newer release
+        wrote one.
         """
         steps = await asyncio.to_thread(self.steps)
         for torn in self._incomplete():
@@ -152,6 +163,8 @@ class Checkpoints:
         for step in reversed(steps):
             try:
                 return step, await self.read(step)
+            except _NewerFormat:
+                raise
             except StorageError as error:
                 logger.warning("passed over: %s", error)
                 damage = damage or error
@@ -243,7 +256,13 @@ class Checkpoints:
         directory = self.path(step)
         advice = f"remove {directory} to resume from the one before"
         try:
-            record = msgspec.json.decode((directory / COMPLETE).read_bytes(), type=CheckpointRecord)
+            data = (directory / COMPLETE).read_bytes()
+            if (newer := msgspec.json.decode(data, type=_Beginning).format) > RECORD_FORMAT:
+                raise _NewerFormat(
+                    f"checkpoint {step} is of a newer release of primerl-node (format {newer}, this one reads "
+                    f"{RECORD_FORMAT}): go on with that release (UPGRADING.md)"
+                )
+            record = msgspec.json.decode(data, type=CheckpointRecord)
             if record.format != RECORD_FORMAT or record.step != step:
                 raise StorageError(f"checkpoint {step} has a record of another kind: {advice}")
             if record.files != _digests(directory):

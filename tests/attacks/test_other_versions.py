@@ -10,7 +10,10 @@ import pytest
 from support.hostile import HostileTrainer, Rogue
 from support.protocol_cases import head
 from support.swarm import Swarm
+from support.waiting import until
 
+from primerl import __version__
+from primerl.node.app.peer_node import newer_release
 from primerl.node.errors import NodeError, StorageError, TicketError, UsageError
 from primerl.node.p2p.rpc import Refused, receive_reply
 from primerl.node.p2p.transport import Stream
@@ -43,27 +46,47 @@ async def refused_raw(rogue: Rogue, fields: Mapping[str, object]) -> Refused:
 
 
 @pytest.mark.parametrize(
-    "hello",
+    ("hello", "line"),
     [
-        {"wire_version": 1, "role": "inference", "software": "0", "ticket": b"", "record": b""},
-        {"wire_version": 3, "role": "conductor", "vows": [{"a": 1}], "ticket": None},
-        {"wire_version": 3},
+        (
+            {"wire_version": 1, "role": "inference", "software": "0", "ticket": b"", "record": b""},
+            "your node 1: upgrade your node to it or a later one",
+        ),
+        (
+            {"wire_version": 4, "oldest_wire_version": 3, "role": "conductor", "ticket": None},
+            "your node 3 to 4: ask for the trainer to be upgraded",
+        ),
+        ({"wire_version": 3}, "your node 3: ask for the trainer to be upgraded"),
     ],
 )
-async def test_a_hello_of_another_version_is_refused_with_both_numbers_whatever_its_fields(
-    siege: Swarm, hello: Mapping[str, object]
+async def test_a_hello_of_another_version_is_refused_with_both_ranges_whatever_its_fields(
+    siege: Swarm, hello: Mapping[str, object], line: str
 ) -> None:
     async with Rogue(siege, f"of version {len(hello)}") as rogue:
         refusal = await refused_raw(rogue, {"type": "Hello", **hello})
     assert refusal.reason == Reason.WRONG_VERSION
-    assert f"wire version {hello['wire_version']}, the trainer" in refusal.detail
-    assert f"speaks {WIRE_VERSION}: install the release" in refusal.detail
+    assert f"this trainer (primerl-node {__version__}) speaks wire 2, {line}" in refusal.detail
 
 
-async def test_a_hello_of_this_version_with_unknown_fields_is_malformed(siege: Swarm) -> None:
-    async with Rogue(siege, "embroiderer") as rogue:
-        fields = {"type": "Hello", "wire_version": WIRE_VERSION, "more": 1}
+@pytest.mark.parametrize("more", [{}, {"wire_version": 3, "oldest_wire_version": 2}])
+async def test_a_hello_that_speaks_our_version_and_lacks_a_field_is_malformed(
+    siege: Swarm, more: Mapping[str, object]
+) -> None:
+    async with Rogue(siege, f"embroiderer {len(more)}") as rogue:
+        fields = {"type": "Hello", "wire_version": WIRE_VERSION, "more": 1, **more}
         assert (await refused_raw(rogue, fields)).reason == Reason.MALFORMED
+
+
+async def test_a_hello_of_the_next_version_is_admitted_in_ours_whatever_fields_it_adds(
+    siege: Swarm,
+) -> None:
+    async with Rogue(siege, "novelty") as rogue:
+        fields = msgspec.to_builtins(rogue.hello_message(), builtin_types=(bytes,))
+        later = {"wire_version": WIRE_VERSION + 1, "oldest_wire_version": WIRE_VERSION, "song": 1}
+        stream = await (await rogue.connect(ALPN_CONTROL)).open_stream()
+        await stream.write(framed({**fields, **later}))
+        await stream.finish()
+        assert (await receive_reply(stream, Welcome)).wire_version == WIRE_VERSION
 
 
 @pytest.mark.parametrize("off", [-7200, -CLOCK_SKEW_S - 30, CLOCK_SKEW_S + 30, 86400])
@@ -125,8 +148,12 @@ LATE_WELCOME = {**OLD_WELCOME, "wire_version": WIRE_VERSION, "unix_time": 1_700_
 @pytest.mark.parametrize(
     ("welcome", "error", "words"),
     [
-        (NEW_WELCOME, TicketError, "the trainer is of wire version 9, this node"),
-        (OLD_WELCOME, TicketError, "the trainer is of wire version 1, this node"),
+        (
+            NEW_WELCOME,
+            TicketError,
+            "node 9.0.0. speaks wire 9, this node 2: upgrade this node to it",
+        ),
+        (OLD_WELCOME, TicketError, "node 0.0.1. speaks wire 1, this node 2: ask for the trainer"),
         (NEW_REFUSAL, TicketError, "wrong_hat: hats are worn"),
         (
             LATE_WELCOME,
@@ -156,6 +183,43 @@ async def test_a_ticket_of_another_version_says_which_release_to_install(
         swarm.ticket = tickets.WHOLE + base64.urlsafe_b64encode(later).rstrip(b"=").decode()
         with pytest.raises(TicketError, match="this ticket is of wire version 3, this node"):
             await swarm.add_worker("w1").ended(20.0)
+
+
+# -- releases -------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_says_once_that_its_trainer_runs_a_newer_release_and_goes_on(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with Swarm(tmp_path, model_dir) as swarm, HostileTrainer(swarm) as trainer:
+        trainer.software = "999.1"
+        worker = swarm.add_worker("w1")
+        line = f"the trainer runs primerl-node 999.1, this node {__version__}: upgrade it when it suits"
+        await until(lambda: "joined run" in caplog.text)
+        (warning,) = (await worker.status())["warnings"]
+        assert warning.startswith(line)
+        assert sum(line in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("software", "newer"),
+    [
+        ("0.2.0", True),
+        ("0.1.1", True),
+        ("0.10.0", True),
+        ("0.1.0", False),
+        ("0.1.0rc1", False),
+        ("0.0.9", False),
+        ("hostile", False),
+        ("", False),
+        ("1.0\x1b[2J", False),
+        ("9" * 256, True),
+        ("1." * 127, False),
+    ],
+)
+async def test_only_a_higher_release_is_newer(software: str, newer: bool) -> None:
+    assert bool(newer_release(software, "0.1.0")) == newer
 
 
 # -- what is kept on a disk -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from primerl.crypto.keys import verify
 from primerl.protocol.envelope import ANYBODY, Envelope, Opened, Purpose, seal, unseal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.manifests import PolicyHead, encode
-from primerl.protocol.version import CLOCK_SKEW_S
+from primerl.protocol.version import CLOCK_SKEW_S, OLDEST_WIRE_VERSION, WireRange
 
 HEAD = head(3)
 SEALED = seal(
@@ -240,7 +240,46 @@ def test_an_envelope_of_another_version_is_distinguished_from_a_damaged_one(vers
         assert caught.value.reason == Reason.WRONG_VERSION
         told = caught.value.detail
         assert f"ticket is of wire version {version}, this node" in told
-        assert "speaks 2: install the release that the run uses" in told
+        advice = "it is of an older release" if version == 1 else "upgrade this node"
+        assert f"speaks 2: {advice}" in told
+
+
+def test_documents_of_every_version_that_a_node_speaks_are_read_and_of_no_other() -> None:
+    spoken = WireRange(2, 3)
+    later = seal(TRAINER, Purpose.HEAD, RUN, HEAD, expires=NOW, version=3)
+    for sealed in (SEALED, later):
+        opened = unseal(sealed, Purpose.HEAD, PolicyHead, now=NOW, spoken=spoken)
+        assert opened.body == HEAD
+    with pytest.raises(
+        RemoteProtocolError, match=r"is of wire version 3, .* speaks 2: upgrade this"
+    ):
+        unseal(later, Purpose.HEAD, PolicyHead, now=NOW, spoken=WireRange(2, 2))
+    with pytest.raises(
+        RemoteProtocolError, match=r"is of wire version 2, .* speaks 3 to 4: it is of"
+    ):
+        unseal(SEALED, Purpose.HEAD, PolicyHead, now=NOW, spoken=WireRange(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "common"),
+    [
+        ((2, 2), (2, 2), 2),
+        ((2, 3), (2, 2), 2),
+        ((2, 2), (2, 3), 2),
+        ((2, 4), (1, 3), 3),
+        ((3, 4), (1, 2), None),
+        ((1, 2), (3, 4), None),
+        ((2, 3), (3, 2), None),
+    ],
+)
+def test_two_nodes_speak_the_highest_version_that_both_know(
+    ours: tuple[int, int], theirs: tuple[int, int], common: int | None
+) -> None:
+    assert WireRange(*ours).common(WireRange(*theirs)) == common
+
+
+def test_what_is_sealed_can_be_read_by_the_oldest_nodes_that_are_spoken_with() -> None:
+    assert msgspec.msgpack.decode(SEALED, type=Envelope).wire_version == OLDEST_WIRE_VERSION
 
 
 def test_a_version_is_part_of_what_is_signed() -> None:

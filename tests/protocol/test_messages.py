@@ -74,6 +74,10 @@ def test_there_is_an_example_of_every_message() -> None:
     assert {type(one) for one in MESSAGES} == set(Message.__subclasses__())
 
 
+OPEN = {m.Hello, m.Welcome, m.Refusal}
+"""Messages in which a node finds the version that both speak: unknown fields are passed over."""
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
 def test_a_message_says_what_it_is_and_comes_back(message: Message) -> None:
     said = msgspec.msgpack.encode(message)
@@ -82,10 +86,24 @@ def test_a_message_says_what_it_is_and_comes_back(message: Message) -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
-def test_an_unknown_field_is_refused(message: Message) -> None:
+def test_an_unknown_field_is_refused_but_where_two_versions_meet(message: Message) -> None:
     fields = msgspec.to_builtins(message, builtin_types=(bytes,))
-    with refuses(Reason.MALFORMED):
-        decode(msgspec.msgpack.encode({**fields, "more": 1}), type(message))
+    more = msgspec.msgpack.encode({**fields, "more": 1})
+    if type(message) in OPEN:
+        assert decode(more, type(message)) == message
+    else:
+        with refuses(Reason.MALFORMED):
+            decode(more, type(message))
+
+
+@pytest.mark.parametrize(("oldest", "spoken"), [(0, (3, 3)), (2, (2, 3)), (3, (3, 3))])
+def test_a_hello_states_a_range_and_one_without_speaks_one_version(
+    oldest: int, spoken: tuple[int, int]
+) -> None:
+    hello = m.Hello(3, "inference", "1", b"", b"", oldest_wire_version=oldest)
+    assert hello.spoken == spoken
+    said = msgspec.msgpack.encode(hello)
+    assert decode(said, m.Beginning).spoken == decode(said, m.Hello).spoken == spoken
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
@@ -294,7 +312,9 @@ def test_what_is_no_number_of_seconds_is_refused_where_statistics_are_read(
 
 
 @pytest.mark.parametrize("kind", [*Message.__subclasses__(), *DOCUMENTS], ids=lambda k: k.__name__)
-def test_every_struct_of_it_is_frozen_and_closed(kind: type[msgspec.Struct]) -> None:
+def test_every_struct_of_it_is_frozen_and_closed_but_where_two_versions_meet(
+    kind: type[msgspec.Struct],
+) -> None:
     structs = [
         one.cls
         for _, one in nodes(msgspec.inspect.type_info(kind), "", set())
@@ -303,7 +323,7 @@ def test_every_struct_of_it_is_frozen_and_closed(kind: type[msgspec.Struct]) -> 
     assert structs
     for cls in structs:
         assert cls.__struct_config__.frozen, cls
-        assert cls.__struct_config__.forbid_unknown_fields, cls
+        assert cls.__struct_config__.forbid_unknown_fields == (cls not in OPEN), cls
 
 
 def test_the_limits_fit_into_each_other() -> None:

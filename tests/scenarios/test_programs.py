@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from scenarios.processes import CONFIG, HERE, Nodes, nodes
+from support import older_data
 
 from primerl.crypto.keys import SecretKey
 from primerl.protocol import tickets
@@ -71,6 +72,20 @@ def test_workers_contribute_whenever_they_join_and_killed_programs_cost_neither_
         # Nothing that was signed was signed again: the retained part of the chain is unbroken.
         assert set(signed) & set(again) or signed[-1][1] < again[0][1]
         assert "equivocation" not in run.logs()
+
+
+@pytest.mark.slow
+def test_trainer_and_worker_go_on_with_a_run_of_the_release_before(tmp_path: Path) -> None:
+    run_dir = older_data.unpack(tmp_path / "outputs")
+    with nodes(tmp_path) as started:
+        program = started.start(
+            "rl", "rl", "@", str(older_data.CONFIG), "--output-dir", str(run_dir.parent), "--resume",
+            "--max-steps", str(older_data.STEPS + 1),
+        )  # fmt: skip
+        assert program.wait() == 0, started.logs()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == older_data.STEPS + 1
+    assert len(summary["workers"]) == 1, "the worker has its key still"
 
 
 def last_line(text: str) -> str:

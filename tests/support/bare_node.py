@@ -14,6 +14,7 @@ from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.services import NodeServices
 from primerl.node.p2p.transport import Transport
+from primerl.protocol.version import SPOKEN
 
 
 def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
@@ -23,6 +24,7 @@ def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
         "run_id": RUN,
         "trainer": TRAINER.node_id,
         "keep_chunks": set[bytes](),
+        "wire": SPOKEN,
         "key_refusals": asyncio.Queue[Refused](1),
     }
     values: dict[str, Any] = {one.name: None for one in fields(NodeServices)}

@@ -90,6 +90,8 @@ class HostileTrainer:
         self.store = MemoryStore(max_bytes=1 << 30)
         self.ledger = Ledger(swarm.directory / "hostile.db")
         self.upstreams: list[bytes] = []
+        self.software = "hostile"
+        """Release that it says it runs."""
         self.lie: messages.HeadNotice | None = None
         """Said on every watch, after the newest head."""
         self._heads: dict[int, bytes] = {}
@@ -190,7 +192,7 @@ class HostileTrainer:
             case messages.GetHeads():
                 return await self._server.get(stream, request)
             case messages.Hello():
-                reply = messages.Welcome(self.documents.sealed, "hostile", WIRE_VERSION)
+                reply = messages.Welcome(self.documents.sealed, self.software, WIRE_VERSION)
             case messages.LeaseRequest():
                 await asyncio.sleep(0.05)
                 reply = messages.LeaseReply((), (), tuple(self.upstreams), 50)
@@ -276,6 +278,11 @@ class Rogue:
         body = PeerRecord(key.node_id, "inference", "rogue", self.transport.addresses(), (), True)
         return seal(key, Purpose.PEER, run or self.run, body, expires=soon())
 
+    def hello_message(self) -> messages.Hello:
+        """The hello of an honest node."""
+        ticket = tickets.sealed_bytes(self.swarm.ticket)
+        return messages.Hello(WIRE_VERSION, "inference", "rogue", ticket, self.record())
+
     async def hello(
         self,
         *,
@@ -284,14 +291,10 @@ class Rogue:
         wire_version: int = WIRE_VERSION,
     ) -> RunManifest:
         """Request admission."""
-        hello = messages.Hello(
-            wire_version,
-            "inference",
-            "rogue",
-            tickets.sealed_bytes(self.swarm.ticket) if ticket is None else ticket,
-            self.record() if record is None else record,
-        )
-        welcome = await self.ask(hello, messages.Welcome)
+        hello = self.hello_message()
+        changes = {"wire_version": wire_version, "ticket": ticket, "record": record}
+        given = {name: value for name, value in changes.items() if value is not None}
+        welcome = await self.ask(msgspec.structs.replace(hello, **given), messages.Welcome)
         return unseal(welcome.manifest, Purpose.RUN, RunManifest, now=0, signer=self.trainer).body
 
     async def goodbye(self) -> None:

@@ -1,6 +1,6 @@
 """Fixed keys, times and documents for the tests of protocol/ and the golden vectors.
 
-Everything here is a constant: changing one changes tests/vectors/protocol.json, which peers depend on.
+Everything here is a constant: changing one changes tests/vectors/wire_N.json, which peers depend on.
 """
 
 from typing import Any

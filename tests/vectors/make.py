@@ -1,6 +1,9 @@
 """Golden bytes of all that is signed or framed: `cd tests && python -m vectors.make` writes them.
 
-Run it by hand, and only together with a new line in protocol/version.py: other nodes speak these bytes.
+wire_N.json has those of wire version N. Run it by hand, and only together with a new line in
+protocol/version.py: other nodes speak these bytes. When WIRE_VERSION rises to N + 1 it writes a file of that
+number, and wire_N.json, which stays as it is, has what the release before says. The tests read the files of all
+versions that this release speaks; a file goes when OLDEST_WIRE_VERSION passes its number.
 """
 
 import base64
@@ -22,7 +25,13 @@ from primerl.protocol.manifests import encode, run_id
 from primerl.protocol.session import frame
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, WIRE_VERSION
 
-FILE = Path(__file__).parent / "protocol.json"
+FOLDER = Path(__file__).parent
+
+
+def file_of(version: int) -> Path:
+    """The golden bytes of a wire version."""
+    return FOLDER / f"wire_{version}.json"
+
 
 STATES: dict[str, dict[str, Tensor]] = {
     "empty": {},
@@ -105,11 +114,12 @@ def payloads() -> dict[str, bytes]:
 
 def main() -> None:
     """Write the files."""
-    FILE.write_text(json.dumps(build(), indent=1) + "\n")
-    print(f"wrote {FILE}")
+    file = file_of(WIRE_VERSION)
+    file.write_text(json.dumps(build(), indent=1) + "\n")
+    print(f"wrote {file}")
     for name, payload in payloads().items():
-        FILE.with_name(name).write_bytes(payload)
-        print(f"wrote {FILE.with_name(name)}, {len(payload)} B")
+        (FOLDER / name).write_bytes(payload)
+        print(f"wrote {FOLDER / name}, {len(payload)} B")
 
 
 if __name__ == "__main__":

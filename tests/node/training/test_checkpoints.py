@@ -136,6 +136,19 @@ async def test_a_renamed_checkpoint_does_not_pass_for_another_step(tmp_path: Pat
         await checkpoints.read(9)
 
 
+async def test_a_checkpoint_of_a_newer_release_is_no_damage_and_none_before_it_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (3, 4):
+        await checkpoints.write(step, PARTS, await counting(tmp_path, 1))
+    record = tmp_path / "step_4" / "COMPLETE"
+    record.write_text('{"format": 2, "step": 4, "digests": ["of another kind"]}')
+    with pytest.raises(StorageError, match=r"4 is of a newer release .*format 2, this one reads 1"):
+        await checkpoints.read_newest()
+    assert record.exists()
+
+
 async def test_a_full_disk_leaves_the_older_checkpoint_of_the_step(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     await checkpoints.write(4, PARTS, await counting(tmp_path, 0))
