@@ -735,8 +735,8 @@ class TrainerNode(IssuingNode):
             status.evaluations = self._evaluation.log.latest()
         return status
 
-    async def _ban(self, name: str, why: str = "") -> dict[str, object]:
-        return {"node": self._registry().ban(name, why).hex()}
+    async def _ban(self, name: str, why: str = "", lasts_s: float | None = None) -> BanRow:
+        return self._registry().ban(name, why, lasts_s)
 
     async def _pardon(self, name: str) -> dict[str, object]:
         return {"node": self._registry().pardon(name).hex()}

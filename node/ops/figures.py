@@ -99,6 +99,8 @@ class BanRow(msgspec.Struct):
     """Ticket that admitted it: label and beginning of the id."""
     accepted: int = 0
     rejected: int = 0
+    until: float = 0.0
+    """When it ends, in Unix seconds; 0: when the operator pardons it."""
 
 
 class EngineRow(msgspec.Struct):

@@ -234,11 +234,18 @@ class AuditQueue:
                 if job.validator == node:
                     _give_up(job)
 
-    def ban(self, node: bytes, why: str) -> None:
-        """Disqualify a node if it is a validator; `why` is a sentence."""
+    def ban(self, node: bytes, why: str, until: float = 0.0) -> None:
+        """Disqualify a node if it is a validator; `why` is a sentence, `until` as in Reputation.ban()."""
         if node in self._records:
-            self._records[node].disqualify(why)
+            self._records[node].disqualify(why, until)
             self.save(node)
+
+    def end_bans(self, now: float) -> None:
+        """Believe validators again whose ban is over; `now` in Unix seconds."""
+        for node, record in self._records.items():
+            if record.end_ban(now):
+                logger.warning("the ban of validator %s is over", short(node))
+                self.save(node)
 
     def pardon(self, node: bytes) -> None:
         """Begin the record of a validator anew, and forget that validators covered for a worker."""

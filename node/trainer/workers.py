@@ -78,6 +78,7 @@ MIN_PREFIX = 4
 """Hex digits of a worker's id that name it."""
 MAX_TURNED_AWAY = 64
 """Refused nodes that are remembered, to be shown."""
+MIN_BAN_S, MAX_BAN_S = 60.0, 10 * 365 * 86400.0
 MAX_REASON = 200
 """Characters of an operator's reason for a ban."""
 
@@ -485,6 +486,7 @@ class WorkerRegistry:
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
+        self.end_bans(time.time())
         self.sessions.sweep()
         holders = {grant.node for grant in self.book.held.values()}
         rows = len(self.workers)
@@ -578,19 +580,32 @@ class WorkerRegistry:
             return f"too much was rejected: {known.top_reason(names)}"
         return known.refused
 
-    def ban(self, name: str, why: str) -> bytes:
-        """Ban the worker or validator whose id begins with `name` until it is pardoned; return its id.
+    def ban(self, name: str, why: str, lasts_s: float | None = None) -> BanRow:
+        """Ban the worker or validator whose id begins with `name`: for `lasts_s` seconds, or until a pardon.
 
-        Raises UsageError.
+        Returns the ban that is now in force: an earlier one without an end stands. Raises UsageError.
         """
-        node = self._find(name)
+        if lasts_s is not None and not MIN_BAN_S <= lasts_s <= MAX_BAN_S:
+            raise UsageError(
+                "a ban lasts at least a minute and at most ten years; without --for it has no end"
+            )
+        node, now = self._find(name), time.time()
         text = printable(why, MAX_REASON)
         reason = f"by the operator ({text})" if text else "by the operator"
-        known = self.reputation(node)
-        known.ban(reason)
-        known.banned_at = known.banned_at or time.time()
-        self.audits.ban(node, reason)
-        return self._changed_by_hand(node)
+        known, until = self.reputation(node), 0.0 if lasts_s is None else now + lasts_s
+        known.ban(reason, until)
+        if (known.banned, known.banned_until) == (reason, until):
+            known.banned_at = now
+        self.audits.ban(node, reason, until)
+        self._changed_by_hand(node)
+        return self._ban_row(node, known)
+
+    def end_bans(self, now: float) -> None:
+        """Give work again to those whose ban is over, with the trust that they have; `now` in Unix seconds."""
+        for node, known in self.reputations.items():
+            if known.end_ban(now):
+                self._changed_by_hand(node)
+        self.audits.end_bans(now)
 
     def pardon(self, name: str) -> bytes:
         """Forget all evidence about the worker whose id begins with `name`; return its id.
@@ -606,26 +621,34 @@ class WorkerRegistry:
 
     def bans(self) -> list[BanRow]:
         """List the banned workers, and the validators that are believed no more; the newest ban first."""
-        labels = self.ticket_labels()
+        self.end_bans(time.time())
         rows = [
-            BanRow(
-                id=node.hex(),
-                short=short(node),
-                since=known.banned_at,
-                why=known.banned,
-                ticket=labels.get(self.services.ledger.ticket_of(node), ""),
-                accepted=known.accepted,
-                rejected=sum(known.rejected.values()),
-            )
-            for node, known in self.reputations.items()
-            if known.banned
+            self._ban_row(node, known) for node, known in self.reputations.items() if known.banned
         ]
         rows += [
-            BanRow(node.hex(), short(node), 0.0, f"as a validator: {record.disqualified}")
+            BanRow(
+                node.hex(),
+                short(node),
+                0.0,
+                f"as a validator: {record.disqualified}",
+                until=record.disqualified_until,
+            )
             for node, record in self.audits.records().items()
             if record.disqualified and not self.reputation(node).banned
         ]
         return sorted(rows, key=lambda row: -row.since)
+
+    def _ban_row(self, node: bytes, known: Reputation) -> BanRow:
+        return BanRow(
+            id=node.hex(),
+            short=short(node),
+            since=known.banned_at,
+            why=known.banned,
+            ticket=self.ticket_labels().get(self.services.ledger.ticket_of(node), ""),
+            accepted=known.accepted,
+            rejected=sum(known.rejected.values()),
+            until=known.banned_until,
+        )
 
     def ticket_labels(self) -> dict[bytes, str]:
         """Map the ids of tickets to what people call them: the label, and the beginning of the id."""
@@ -657,7 +680,7 @@ class WorkerRegistry:
         known = self.reputation(node)
         self.services.ledger.set_reputation(node, msgspec.json.encode(known.snapshot()))
         self._sources_at = -math.inf  # it may be listed as a source for others no more
-        logger.warning("%s is %s", short(node), known.refused or "pardoned: a newcomer again")
+        logger.warning("%s is %s", short(node), known.refused or "not banned any more")
         return node
 
     def quarantined(self, node: bytes) -> frozenset[int]:

@@ -625,6 +625,16 @@ async def test_jobs_of_a_validator_that_is_disqualified_are_taken_back_at_once()
         await audits.take_in(VALIDATOR.node_id, sealed(report(job)))
 
 
+async def test_a_validator_is_believed_again_when_its_ban_is_over() -> None:
+    audits = audit_queue()
+    audits.ban(VALIDATOR.node_id, "by the operator", 1_000.0)
+    audits.end_bans(999.0)
+    with refuses(Reason.BANNED):
+        await request(audits)
+    audits.end_bans(1_000.0)
+    assert isinstance((await request(audits))[0], AuditWait)
+
+
 def test_records_that_cannot_be_read_are_refused_with_what_to_do(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         ledger.set(VALIDATORS, b'{"00": 1}')
