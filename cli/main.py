@@ -30,6 +30,7 @@ from . import (
     join,
     judge,
     models,
+    ping,
     replay,
     rollouts,
     service,
@@ -117,6 +118,7 @@ CONFIGURED: dict[str, tuple[Callable[..., Any], str]] = {
 PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "status": (status.status, "Show how the running node is doing."),
     "peers": (status.peers, "Show the peers of the running node, and how they do."),
+    "ping": (ping.run, "Measure the round trip to a peer of the running node."),
     "top": (status.top, "Show the nodes of this machine and their peers, live."),
     "dashboard": (dashboard.run, "Print the link of the running node's page in the browser."),
     "ban": (ban.ban, "Give a worker no more work."),

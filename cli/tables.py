@@ -367,7 +367,7 @@ def _figure(
 
 
 PEER_COLUMNS: Sequence[Column[PeerRow]] = (
-    Column("PEER", lambda row: row.short, 100),
+    Column("PEER", lambda row: f"{row.short} {row.name}".rstrip(), 100),
     Column("ROLE", lambda row: row.role or NONE, 90),
     Column("PATH", lambda row: row.path, 30),
     _figure("RTT", "rtt_ms", 25, lambda ms: f"{ms:.1f} ms", least=True),

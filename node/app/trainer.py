@@ -298,7 +298,6 @@ class TrainerNode(IssuingNode):
         self._announce = announce
         self._factories = factories or sandboxed(config, judged=True)
         self._clock = PhaseClock(began(int(os.environ.get(PARENT_VARIABLE) or os.getpid())))
-        self._services: NodeServices | None = None
         self.trainer_role: TrainerRole | None = None
         self._evaluation: OnlineEvaluation | None = None
         self._environments: Sequence[Environment] = ()

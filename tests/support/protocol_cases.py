@@ -177,6 +177,9 @@ RECORD = manifests.PeerRecord(
     share_address=True,
 )
 
+NAMED_RECORD = structs.replace(RECORD, name="anna")
+"""As a node with a name sends it."""
+
 HOLDING = manifests.Holding(node=WORKER.node_id, term=1, version=3, complete=True)
 
 LEASE = Lease(

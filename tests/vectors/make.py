@@ -74,6 +74,7 @@ def build() -> dict[str, Any]:
         "adapted_run_manifest": encode(cases.ADAPTED).hex(),
         "routed_branch": encode(cases.ROUTED_BRANCH).hex(),
         "supported_branch": encode(cases.SUPPORTED_BRANCH).hex(),
+        "named_peer_record": encode(cases.NAMED_RECORD).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
         "located_policy_manifest": encode(cases.LOCATED).hex(),
         "policy_manifest_with_earlier": encode(cases.WITH_EARLIER).hex(),
