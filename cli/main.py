@@ -144,6 +144,7 @@ for _name, (_command, _help) in PLAIN.items():
 _tickets = "Print, issue, list and revoke join tickets of the running trainer."
 _environments = "Test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
+app.add_typer(identity.app, name="key", short_help="Copy, restore and change this node's key.")
 app.add_typer(models.app, name="model", short_help="Convert models from elsewhere.")
 app.add_typer(service.app, name="service", short_help="Run a node at boot, by systemd or launchd.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)

@@ -112,7 +112,7 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
         self.overturned += sum(pair.theirs.outcome != pair.ours.outcome for pair in every)
         for pair in every:
             if pair.passes:
-                self._note_pass(worker)
+                self.note_pass(worker)
                 self.slips += not pair.lie
             if pair.lie:
                 self.disqualify(pair.lie)
@@ -124,7 +124,8 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
             self.alarming = _doubt(self.alarming, number < alarms)
         self._weigh()
 
-    def _note_pass(self, worker: bytes) -> None:
+    def note_pass(self, worker: bytes) -> None:
+        """Remember that it called rejected work of a worker clean."""
         others = (name for name in self.passed if name != worker.hex())
         self.passed = (*others, worker.hex())[-MAX_PASSED:]
 

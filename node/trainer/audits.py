@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from msgspec.structs import astuple
+from msgspec import structs
 
 from ...crypto.hashing import short
 from ...protocol.audits import (
@@ -226,9 +226,7 @@ class AuditQueue:
 
     def save(self, node: bytes) -> None:
         """Keep the changed record of a validator; if it is disqualified, take its jobs back."""
-        if self._ledger is not None:
-            named = {validator.hex(): record for validator, record in self._records.items()}
-            self._ledger.set(VALIDATORS, encode_records(named))
+        self._save()
         if self._records[node].disqualified:
             for job in self._jobs.values():
                 if job.validator == node:
@@ -239,6 +237,20 @@ class AuditQueue:
         if node in self._records:
             self._records[node].disqualify(why, until)
             self.save(node)
+
+    def succeed(self, node: bytes, successor: bytes) -> None:
+        """Let what is known of a node, as a validator and to validators, hold for its successor."""
+        for record in self._records.values():
+            if node.hex() in record.passed:
+                record.note_pass(successor)
+        if node in self._records:
+            self._records[successor] = structs.replace(self._records[node])
+        self._save()
+
+    def _save(self) -> None:
+        if self._ledger is not None:
+            named = {validator.hex(): record for validator, record in self._records.items()}
+            self._ledger.set(VALIDATORS, encode_records(named))
 
     def end_bans(self, now: float) -> None:
         """Believe validators again whose ban is over; `now` in Unix seconds."""
@@ -691,5 +703,5 @@ def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]
         distances = crossed.get(place, ())
         if len(distances) != len(target.items[0].boundaries):
             distances = ()
-        measured.append([Measured(0, 0, *astuple(row)[2:], boundaries=distances)])
+        measured.append([Measured(0, 0, *structs.astuple(row)[2:], boundaries=distances)])
     return measured

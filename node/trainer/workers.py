@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -78,6 +78,8 @@ MIN_PREFIX = 4
 """Hex digits of a worker's id that name it."""
 MAX_TURNED_AWAY = 64
 """Refused nodes that are remembered, to be shown."""
+MAX_SUCCESSIONS = 16
+"""Keys that give one place on, one after the other: each is remembered for ever."""
 MIN_BAN_S, MAX_BAN_S = 60.0, 10 * 365 * 86400.0
 MAX_REASON = 200
 """Characters of an operator's reason for a ban."""
@@ -194,8 +196,21 @@ class WorkerRegistry:
             self._restore(row)
 
     def reputation(self, node: bytes) -> Reputation:
-        """Return the evidence about a worker, to be added to."""
-        return self.reputations.setdefault(node, Reputation())
+        """Return the evidence about a worker, to be added to; that of its successor if its key is retired."""
+        return self.reputations.setdefault(self.present_key(node), Reputation())
+
+    def present_key(self, node: bytes) -> bytes:
+        """Return the key that has taken the place of a node's retired key, or the node itself."""
+        # ends: a retired key takes no place, and no key is retired twice
+        while (retirement := self.retired.get(node)) is not None and retirement.successor:
+            node = retirement.successor
+        return node
+
+    def restore(self, reputations: Mapping[bytes, Reputation]) -> None:
+        """Take the reputations of a checkpoint, but those that have passed to a successor since."""
+        for node, known in reputations.items():
+            if self.present_key(node) == node:
+                self.reputations[node] = known
 
     def proven(self, node: bytes) -> bool:
         """Return whether work of a worker was accepted, or the operator named the worker.
@@ -229,29 +244,79 @@ class WorkerRegistry:
     async def retire(self, sealed: bytes) -> bytes:
         """Refuse a key from now on, as its owner states; return its node.
 
-        Its leases are released, and its session ends. What it handed in before is judged as all else. Raises
-        RemoteProtocolError (NOT_FOUND for a key without any standing in this run: keeping those would let
-        anybody fill the disk, and such a key is worth no more than a new one).
+        Its leases are released, and its session ends. What it handed in before is judged as all else. A
+        successor takes its place: its admission, its reputation with any ban, and what is still judged.
+
+        Raises:
+            RemoteProtocolError: NOT_FOUND for a key without any standing in this run (keeping those would let
+                anybody fill the disk, and such a key is worth no more than a new one), KEY_RETIRED where either
+                key was retired before, KEY_IN_USE for a successor that has a standing of its own.
         """
         retirement = read_retirement(sealed)
-        node = retirement.node
+        node, successor = retirement.node, retirement.successor
         if node in self.retired:
+            if successor not in (b"", self.retired[node].successor):
+                raise RemoteProtocolError(
+                    Reason.KEY_RETIRED, f"{self._retired(node)}: its place is not given twice"
+                )
             return node
         if not self._has_standing(node):
             raise RemoteProtocolError(Reason.NOT_FOUND, "no node of this key takes part in the run")
-        self.services.ledger.retire(node, sealed)
+        if successor:
+            self._check_successor(node, successor)
+            self._succeed(node, successor, sealed)
+        else:
+            self.services.ledger.retire(node, sealed)
         self.retired[node] = retirement
         self.book.release(node, time.time())
+        if successor and node in self.book.nodes:
+            self.book.nodes[successor] = self.book.nodes.pop(node)
         if node in self.workers:
             self.workers[node].left = True
             self.pipelines.left(node)
         self._sources_at = -math.inf  # it may be listed as a source for others no more
         self.services.peers.retire(node)
         logger.warning("%s: %s", short(node), self._retired(node))
+        if successor and (self.named(node) or node in self.audits.validators):
+            logger.warning(
+                "verification.references or .validators names %s: name %s",
+                short(node),
+                successor.hex(),
+            )
         await self.sessions.end(node)
         if self.services.discovery is not None:
             await self.services.discovery.publish(sealed)
         return node
+
+    def _check_successor(self, node: bytes, successor: bytes) -> None:
+        """Raise RemoteProtocolError unless `successor`, which has done nothing yet, may take a node's place."""
+        if successor in self.retired:
+            raise RemoteProtocolError(
+                Reason.KEY_RETIRED, "the new key is itself retired: make another"
+            )
+        if sum(self.present_key(earlier) == node for earlier in self.retired) >= MAX_SUCCESSIONS:
+            raise RemoteProtocolError(
+                Reason.RATE_LIMITED,
+                f"this place has had {MAX_SUCCESSIONS} keys: join with a ticket",
+            )
+        known = self.reputations.get(successor)
+        worked = known is not None and known.snapshot() != Reputation().snapshot()
+        others = (*self.audits.validators, self.services.key.node_id)
+        if worked or self.named(successor) or successor in others:
+            raise RemoteProtocolError(
+                Reason.KEY_IN_USE, "the new key has a standing of its own in this run: make another"
+            )
+
+    def _succeed(self, node: bytes, successor: bytes, sealed: bytes) -> None:
+        """Move all that is known of a node to the key that takes its place, on disk and here."""
+        known = self.reputation(node)
+        self.audits.succeed(node, successor)  # first: what a crash leaves behind is a copy
+        self.services.ledger.retire(node, sealed, successor, msgspec.json.encode(known.snapshot()))
+        self.reputations[successor] = self.reputations.pop(node)
+        self.work.succeed(node, successor)
+        self.workers.pop(successor, None)
+        if (admitted := self.services.ledger.admitted_node(successor)) is not None:
+            self._restore(admitted)
 
     def _has_standing(self, node: bytes) -> bool:
         known = node in self.workers or node in self.reputations or node in self.audits.validators
@@ -262,7 +327,8 @@ class WorkerRegistry:
         retirement = self.retired.get(node)
         if retirement is None:
             return ""
-        return f"this key was retired by its owner at {utc(retirement.made)}, for ever"
+        place = f"; {short(retirement.successor)} has its place" if retirement.successor else ""
+        return f"this key was retired by its owner at {utc(retirement.made)}, for ever{place}"
 
     def seen(self, peer: bytes) -> None:
         """Record that a node sent a request."""
@@ -674,7 +740,7 @@ class WorkerRegistry:
             raise UsageError(
                 f"{len(matches)} workers have ids that begin with {name!r}: give more digits"
             )
-        return matches[0]
+        return self.present_key(matches[0])
 
     def _changed_by_hand(self, node: bytes) -> bytes:
         known = self.reputation(node)
