@@ -14,9 +14,10 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
-from msgspec import structs
+from msgspec.structs import astuple
 
 from ...crypto.hashing import short
 from ...protocol.audits import (
@@ -244,7 +245,7 @@ class AuditQueue:
             if node.hex() in record.passed:
                 record.note_pass(successor)
         if node in self._records:
-            self._records[successor] = structs.replace(self._records[node])
+            self._records[successor] = copy(self._records[node])
         self._save()
 
     def _save(self) -> None:
@@ -703,5 +704,5 @@ def _measured(chosen: Sequence[AuditTarget], report: AuditReport) -> list[Found]
         distances = crossed.get(place, ())
         if len(distances) != len(target.items[0].boundaries):
             distances = ()
-        measured.append([Measured(0, 0, *structs.astuple(row)[2:], boundaries=distances)])
+        measured.append([Measured(0, 0, *astuple(row)[2:], boundaries=distances)])
     return measured
