@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     """Base of all messages; the class name is the tag on the wire."""
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, omit_defaults=True):
     """First request of a worker to a trainer."""
 
     wire_version: WireVersion
@@ -53,10 +53,12 @@ class Hello(Message, frozen=True):
     """The worker's sealed PeerRecord."""
     unix_time: UnixSeconds = 0
     """The worker's clock; 0: not stated."""
+    trial: bool = False
+    """Whether to answer as to any node with this ticket, and admit nobody: the record may then be empty."""
 
 
-class Welcome(Message, frozen=True):
-    """The worker is admitted."""
+class Welcome(Message, frozen=True, omit_defaults=True):
+    """The worker is admitted, or a trial hello would be."""
 
     manifest: Sealed
     """The sealed RunManifest."""
@@ -65,6 +67,8 @@ class Welcome(Message, frozen=True):
     """Version 1 for a trainer that does not state it."""
     unix_time: UnixSeconds = 0
     """The trainer's clock; 0: not stated."""
+    seen_from: Name = ""
+    """Address and port from which a trial hello came; empty in other replies, and over a relay."""
 
 
 class WatchHeads(Message, frozen=True):

@@ -19,7 +19,7 @@ refused for a reason of its own, and a retirement is a signed fact; an inference
 environment's variables of the chat template may name the date that it writes, and its options what later turns
 are shown of earlier reasoning; rollouts under top_p or top_k state the tokens that these left, and logprobs
 over them; measurements of audits have signed means; a peer record may have a name; a retired
-key may have a successor.
+key may have a successor; a hello may be a trial that admits nobody.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

@@ -46,6 +46,7 @@ from .sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
+TOO_MANY_HELLOS = "too many nodes say hello with this ticket: come again"
 HELLO_RATE, HELLO_BURST = 10.0, 200.0
 """Rate limit of hellos per second with one ticket; each costs a write to the disk."""
 MAX_WORKERS = 4096
@@ -369,7 +370,12 @@ class WorkerRegistry:
         return Origin(self.workers[peer].ticket, self.services.peers.network_of(peer))
 
     def hello(self, peer: bytes, hello: Hello) -> Welcome:
-        """Admit a node by its ticket, or again by its key. Raises RemoteProtocolError."""
+        """Admit a node by its ticket, or again by its key; a trial is only answered.
+
+        Raises RemoteProtocolError.
+        """
+        if hello.trial:
+            return self._try(peer, hello)
         self.turned_away.pop(peer, None)
         try:
             return self._admit(peer, hello)
@@ -378,6 +384,19 @@ class WorkerRegistry:
                 del self.turned_away[next(iter(self.turned_away))]
             self.turned_away[peer] = error
             raise
+
+    def _try(self, peer: bytes, hello: Hello) -> Welcome:
+        """Answer a trial hello as that of a newcomer, and admit nobody. Raises RemoteProtocolError."""
+        if hello.wire_version != WIRE_VERSION:
+            raise wrong_version("your node", hello.wire_version, here="the trainer")
+        now = int(time.time())
+        check_clock(hello.unix_time, now)
+        self.services.head_server.check_going_on()
+        ticket = self._check_ticket(hello.ticket, now)
+        if not self._hellos.take(ticket, self.clock()):
+            raise RemoteProtocolError(Reason.BUSY, TOO_MANY_HELLOS)
+        seen_from = self.services.peers.seen_from(peer)
+        return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now, seen_from)
 
     def _admit(self, peer: bytes, hello: Hello) -> Welcome:
         if hello.wire_version != WIRE_VERSION:
@@ -392,8 +411,7 @@ class WorkerRegistry:
         else:
             ticket = self.services.ledger.ticket_of(peer) or self._check_ticket(hello.ticket, now)
         if not self.proven(peer) and not self._hellos.take(ticket, self.clock()):
-            detail = "too many nodes say hello with this ticket: come again"
-            raise RemoteProtocolError(Reason.BUSY, detail)
+            raise RemoteProtocolError(Reason.BUSY, TOO_MANY_HELLOS)
         record = read_record(hello.record, self.services.run_id, now)
         if record.node != peer:
             raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of another node")
