@@ -6,6 +6,7 @@ import typer
 
 from ..node.ops.strict_json import to_json
 from .command import AsJson, DataDir, find_node
+from .ticket import seconds
 
 Node = Annotated[
     str, typer.Argument(metavar="NODE", help="Its id as `peers` shows it, or the first digits.")
@@ -14,20 +15,44 @@ Node = Annotated[
 
 def ban(
     node: Node,
-    why: Annotated[str, typer.Option("--why", help="Told to the worker.")] = "",
+    lasts: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="TIME",
+            help="End it after this time: 90m, 12h, 3d, 2w; default: never.",
+        ),
+    ] = None,
+    reason: Annotated[str, typer.Option("--reason", "--why", help="Told to the worker.")] = "",
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Give a worker of the running trainer no more work.
 
     It gets no lease, and other nodes are not told to fetch weights from it. What it has on lease is still
-    judged. The ban lasts until `pardon`, also when the trainer starts again.
+    judged. The ban lasts for the time given, else until `pardon`, also when the trainer starts again. When it
+    ends the worker is leased work with the trust that its own work earned, no more and no less. A ban without
+    an end, of the trainer's own or of yours, is not shortened: `pardon` first.
 
     \b
     Examples:
-      primerl-node ban 1f0c2a -d outputs/demo --why "its operator shares one key"
+      primerl-node ban 1f0c2a -d outputs/demo --reason "its operator shares one key"
+      primerl-node ban 1f0c2a --for 3d --reason "its clock is wrong"
     """
-    _tell("ban", "banned", data_dir, as_json, name=node, why=why)
+    import msgspec
+
+    from ..node.ops.control import ask
+    from ..node.ops.figures import BanRow
+    from .tables import local_time
+
+    options = {"lasts_s": seconds(lasts)} if lasts else {}
+    answer = ask(find_node(data_dir), "ban", name=node, why=reason, **options)
+    if as_json:
+        typer.echo(to_json(answer))
+        return
+    row = msgspec.convert(answer, BanRow)
+    until = local_time(row.until) if row.until else "it is pardoned"
+    typer.echo(f"banned {row.short} until {until}: {row.why}")
 
 
 def pardon(node: Node, data_dir: DataDir = None, as_json: AsJson = False) -> None:
@@ -35,11 +60,14 @@ def pardon(node: Node, data_dir: DataDir = None, as_json: AsJson = False) -> Non
 
     It is a newcomer again: all its work is audited.
     """
-    _tell("pardon", "pardoned", data_dir, as_json, name=node)
+    from ..node.ops.control import ask
+
+    answer = ask(find_node(data_dir), "pardon", name=node)
+    typer.echo(to_json(answer) if as_json else f"pardoned {answer['node'][:10]}")
 
 
 def bans(data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List who is banned in the run of this trainer: since when, why, and the ticket that admitted it.
+    """List who is banned in the run of this trainer: since when, until when, why, and by which ticket it came.
 
     Those that the trainer banned are there, those that you banned, and validators that it believes no more.
     """
@@ -54,10 +82,3 @@ def bans(data_dir: DataDir = None, as_json: AsJson = False) -> None:
         typer.echo(to_json({"bans": rows}))
         return
     write(bans_table(msgspec.convert(rows, list[BanRow])))
-
-
-def _tell(command: str, done: str, data_dir: DataDir, as_json: AsJson, **named: str) -> None:
-    from ..node.ops.control import ask
-
-    answer = ask(find_node(data_dir), command, **named)
-    typer.echo(to_json(answer) if as_json else f"{done} {answer['node'][:10]}")

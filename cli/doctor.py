@@ -12,6 +12,7 @@ from .command import read_config
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ..node.app.outlook import Outlook
     from ..node.config.run import RunConfig
     from ..node.memory_plan.memory import Device
     from ..node.memory_plan.shape import ModelShape
@@ -25,6 +26,14 @@ Gpus = Annotated[
     int | None, typer.Option("--gpus", min=1, help="Number of GPUs; default: this machine's.")
 ]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Plan for this machine's memory, without a GPU.")]
+Ticket = Annotated[
+    str | None,
+    typer.Option(
+        "--ticket",
+        "-t",
+        help="Look at the run of this ticket, file or https link too, without joining it.",
+    ),
+]
 Shared = Annotated[bool, typer.Option("--shared", help="Trainer and worker use the same GPU.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
@@ -36,12 +45,19 @@ def run(
     gpus: Gpus = None,
     cpu: Cpu = False,
     shared: Shared = False,
+    ticket: Ticket = None,
     as_json: AsJson = False,
 ) -> int:
     """Check this machine, and plan the memory of a worker and a trainer before anything is loaded.
 
     The plan needs the model's config.json only. It says whether both fit, and by how much. Exit code 1 if
     something of the machine is a problem, or the worker does not fit.
+
+    With --ticket the trainer is asked as well, under a key that is thrown away: is it reached by UDP and TCP,
+    where does it see this machine, do the clocks agree, how fast are chunks, would the ticket admit a node,
+    does the run's model fit, and what traffic would work bring? Nobody is admitted, no use of a ticket spent.
+    Exit code 0 if this machine can work for the run, 3 if the ticket admits nobody, 6 if the trainer is not
+    reached, else 1.
 
     \b
     Examples:
@@ -50,6 +66,8 @@ def run(
       primerl-node doctor @ run.toml --shared   trainer and worker on one GPU
       primerl-node doctor @ run.toml --gpu-memory 24 --gpus 2
                                                 a machine that is elsewhere
+      primerl-node doctor --ticket run.ticket --engine vllm
+                                                before joining a run with this machine
     """
     from ..node.config.run import RunConfig
     from ..node.gpus import torch_without_gpus
@@ -70,19 +88,58 @@ def run(
     if shape is not None:
         device, count = _device(gpu_memory, cpu=cpu)
         plan = doctor.plan_run(config, shape, device, gpus=gpus or count, shared=shared)
+    outlook = None
+    if ticket is not None:
+        outlook = _look(ticket, config, *_device(gpu_memory, cpu=cpu), gpus)
     if as_json:
         figures = None
         if shape and plan:
             figures = {"parameters": shape.parameters, "shared": plan.share, **_figures(plan)}
-        typer.echo(to_json({"machine": list(map(asdict, checks)), "plan": figures}, indent=2))
+        answer = {"machine": list(map(asdict, checks)), "plan": figures}
+        typer.echo(to_json(answer | ({"run": outlook.figures()} if outlook else {}), indent=2))
     else:
         _show_checks(checks)
         if shape and plan:
             _show_plan(config, shape, plan)
-        else:
+        elif outlook is None:
             typer.echo(f"\nno plan: {why_not}")
+        if outlook is not None:
+            _show_outlook(outlook)
+    if outlook is not None and outlook.exit_code:
+        return outlook.exit_code
     fits = plan is None or plan.worker.fits
     return 0 if fits and all(check.state != "problem" for check in checks) else 1
+
+
+def _look(
+    given: str, config: "RunConfig", device: "Device", count: int, gpus: int | None
+) -> "Outlook":
+    """Look at the run of a ticket from outside. Raises TicketError, NetworkError."""
+    import asyncio
+
+    from ..node.app.outlook import judge
+    from ..node.app.reach import last_pace, look
+    from ..node.errors import NetworkError
+    from ..node.p2p.transport import TransportError
+    from .command import default_data_dir
+    from .join import ticket_text
+
+    try:
+        outside = asyncio.run(look(ticket_text(given), config.network))
+    except TransportError as error:
+        raise NetworkError(str(error)) from error
+    pace = last_pace(config.data_dir or default_data_dir())
+    return judge(outside, config.engine, device, gpus or count, pace)
+
+
+def _show_outlook(outlook: "Outlook") -> None:
+    from ..node.app.outlook import sentences
+
+    typer.echo()
+    _show_checks(outlook.checks, "RUN")
+    typer.echo()
+    for sentence in sentences(outlook):
+        typer.echo(sentence)
 
 
 def _model(config: "RunConfig") -> "tuple[Mapping[str, Any] | None, ModelShape | None, str]":
@@ -139,12 +196,12 @@ def _figures(plan: "RunMemory") -> dict[str, dict[str, Any]]:
     }
 
 
-def _show_checks(checks: "Sequence[MachineCheck]") -> None:
+def _show_checks(checks: "Sequence[MachineCheck]", of: str = "MACHINE") -> None:
     from rich.markup import escape
 
     from .tables import plain_table, write
 
-    table = plain_table("", "MACHINE", "", "WHAT TO DO")
+    table = plain_table("", of, "", "WHAT TO DO")
     for column in table.columns:
         column.no_wrap = False
     for check in checks:

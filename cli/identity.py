@@ -1,4 +1,4 @@
-"""`primerl-node init`, `id` and `retire`: make, show and end this node's key."""
+"""`primerl-node init`, `id`, `retire` and `key`: make, show, end, copy and change this node's key."""
 
 import asyncio
 import os
@@ -20,6 +20,28 @@ if TYPE_CHECKING:
 
 KEY_FILE = "key.pem"
 PASSPHRASE = "PRIMERL_PASSPHRASE"
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    add_completion=False,
+    help="""Copy this node's key to a file, restore it from one, or change it for a new one.
+
+`init` makes a key, `id` shows it, `retire` ends it for ever.
+
+\b
+Examples:
+  primerl-node key export worker-key.pem -d worker
+  primerl-node key import worker-key.pem -d worker      on the machine that replaces this one
+  primerl-node key rotate -d worker
+""",
+)
+Ticket = Annotated[
+    str,
+    typer.Option(
+        "--ticket", help="Also notify the trainer of this run, besides those joined from here."
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 def init(
@@ -45,11 +67,7 @@ def init(
         raise BusyError(
             f"{path} exists already: `primerl-node id` shows it, another --data-dir spares it"
         )
-    secret = None
-    if passphrase:
-        secret = os.environ.get(PASSPHRASE) or typer.prompt(
-            "Passphrase", hide_input=True, confirmation_prompt=True, err=True
-        )
+    secret = _new_passphrase() if passphrase else None
     key = SecretKey.generate()
     try:
         key.save(path, secret)
@@ -64,7 +82,7 @@ def show(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     from ..crypto.keys import peer_id_text
 
     path = _key_path(data_dir)
-    node = _open_key(path).node_id
+    node = _open_key(path)[0].node_id
     names = {"id": node.hex(), "short": short(node), "libp2p": peer_id_text(node)}
     for warning in _other_owners(path.parent, node):
         typer.echo(warning, err=True)
@@ -77,19 +95,14 @@ def show(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
 
 def retire(
     data_dir: OwnDataDir = None,
-    ticket: Annotated[
-        str,
-        typer.Option(
-            "--ticket", help="Also notify the trainer of this run, besides those joined from here."
-        ),
-    ] = "",
+    ticket: Ticket = "",
     statement: Annotated[
         Path | None,
         typer.Option(
             "--statement", help="Hand in this file for its owner: -d names the trainer's directory."
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """End this node's key for ever: it is lost, or somebody else has it.
@@ -107,19 +120,11 @@ def retire(
         _hand_in(statement, data_dir, as_json)
         return
     from ..node.app import retirement
-    from ..node.errors import UsageError
     from ..protocol.retirement import retire as sign
 
     path = _key_path(data_dir)
-    key = _open_key(path)
-    if not yes:
-        if not sys.stdin.isatty():
-            raise UsageError(
-                "`retire` ends a key for ever and asks at a terminal: give --yes in a script"
-            )
-        typer.confirm(
-            f"End the key {key.node_id.hex()[:10]} of {path} for ever?", abort=True, err=True
-        )
+    key, _ = _open_key(path)
+    _confirm("retire", f"End the key {key.node_id.hex()[:10]} of {path} for ever?", yes=yes)
     statement_path = retirement.retired_file(path.parent)
     # an earlier statement is sent again, as the first time counts
     sealed = (
@@ -150,13 +155,133 @@ def _report(answers: dict[str, str], statement_path: Path, as_json: bool) -> Non
 
 
 def _hand_in(statement: Path, data_dir: Path | None, as_json: bool) -> None:
-    """Give a retirement to the trainer that runs here."""
+    """Give a retirement, or a rotation, to the trainer that runs here."""
     from ..node.app import retirement
     from ..node.ops.control import ask
 
     sealed = retirement.read(expand_home(statement))
     answer = ask(find_node(data_dir), "retire", sealed=sealed.hex())
     typer.echo(to_json(answer) if as_json else f"retired {answer['node'][:10]}")
+
+
+@app.command("export", short_help="Write the key into a file, encrypted.")
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that is not there yet.")],
+    data_dir: OwnDataDir = None,
+) -> None:
+    """Write this node's key into a file that only its passphrase opens.
+
+    The passphrase is asked for, or taken from PRIMERL_PASSPHRASE. Keep the file where the machine is not: it
+    restores the key of a lost machine (`key import`), or ends it (`retire`).
+    """
+    from ..node.errors import BusyError
+
+    key, _ = _open_key(_key_path(data_dir))
+    target = expand_home(file)
+    if os.path.lexists(target):
+        raise BusyError(f"{target} exists already: choose another name")
+    try:
+        key.save(target, _new_passphrase())
+    except FileExistsError as error:
+        raise BusyError(f"another program made {target} at this moment") from error
+    typer.echo(f"key {key.node_id.hex()[:10]} is in {target}, encrypted")
+
+
+@app.command("import", short_help="Take the key from an exported file.")
+def import_key(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `key export` wrote.")],
+    data_dir: OwnDataDir = None,
+    passphrase: Annotated[
+        bool,
+        typer.Option(
+            "--passphrase",
+            help="Keep it encrypted here too; a node that starts needs PRIMERL_PASSPHRASE then.",
+        ),
+    ] = False,
+) -> None:
+    """Put an exported key, or a copy of key.pem, into the data directory.
+
+    A key that is there is never replaced. Stop the node that worked with this key first: one key works on one
+    machine at a time.
+    """
+    from ..node.app.retirement import retired_file
+    from ..node.errors import BusyError, UsageError
+
+    key, secret = _open_key(expand_home(file))
+    path = _key_path(data_dir)
+    if (retired := retired_file(path.parent)).exists():
+        raise UsageError(
+            f"a key was retired in {path.parent} ({retired}): choose another --data-dir"
+        )
+    name = key.node_id.hex()[:10]
+    if os.path.lexists(path):
+        there = _open_key(path)[0].node_id
+        if there != key.node_id:
+            raise BusyError(
+                f"{path} holds another key, {there.hex()[:10]}: choose another --data-dir"
+            )
+        typer.echo(f"key {name} is in {path} already")
+        return
+    try:
+        key.save(path, (secret or _new_passphrase()) if passphrase else None)
+    except FileExistsError as error:
+        raise BusyError(f"another program made {path} at this moment") from error
+    typer.echo(f"key {name} is in {path}")
+
+
+@app.command("rotate", short_help="Change the key for a new one that has its standing.")
+def rotate(
+    data_dir: OwnDataDir = None,
+    ticket: Ticket = "",
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Change it although no trainer was told; it begins anew with those."
+        ),
+    ] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a new key that takes the place of this one, and end this one for ever.
+
+    Trainers that are told give the new key the old one's admission, accepted work, trust and bans; nothing is
+    shed by it. Both keys sign the statement, which is kept beside the key. The trainers of the runs that were
+    joined from here are told first: if none of them takes it nothing changes, and the command may be run again.
+    One that was not told can be handed the statement by `primerl-node retire --statement`. Stop the node first.
+    """
+    from ..node.app import retirement
+    from ..node.errors import NetworkError
+
+    path = _key_path(data_dir)
+    retirement.check_may_rotate(path.parent)
+    key, secret = _open_key(path)
+    _confirm(
+        "key rotate", f"End the key {key.node_id.hex()[:10]} of {path} for a new one?", yes=yes
+    )
+    rotation = retirement.begin_rotation(path.parent, key, secret)
+    tickets = retirement.known_tickets(path.parent, ticket)
+    answers = asyncio.run(retirement.tell(tickets, rotation.sealed)) if tickets else {}
+    untold = {trainer: fault for trainer, fault in answers.items() if fault}
+    if answers and len(untold) == len(answers) and not force:
+        raise NetworkError(
+            f"no trainer took the new key ({next(iter(untold.values()))}), and nothing was changed: run this "
+            "again later, or with --force"
+        )
+    for warning in retirement.finish_rotation(path.parent, rotation):
+        typer.echo(warning, err=True)
+    new = rotation.successor.hex()
+    if as_json:
+        shown = {"id": new, "previous": key.node_id.hex(), "statement": str(rotation.statement)}
+        typer.echo(to_json({**shown, "trainers": answers}))
+    else:
+        typer.echo(f"new key: {new}\nstatement: {rotation.statement}")
+        for trainer, fault in answers.items():
+            typer.echo(f"trainer {trainer[:10]}: {fault or 'told'}")
+    if untold:
+        raise NetworkError(
+            f"the key is changed, but {len(untold)} trainer(s) were not told: send {rotation.statement} to "
+            "their operators for `primerl-node retire --statement`"
+        )
 
 
 def _other_owners(directory: Path, node: bytes) -> Iterator[str]:
@@ -178,16 +303,40 @@ def _key_path(data_dir: Path | None) -> Path:
     return expand_home(data_dir or default_data_dir()) / KEY_FILE
 
 
-def _open_key(path: Path) -> "SecretKey":
-    """Read the key at `path`, asking for its passphrase if it has one. Raises KeyFileError."""
-    from ..crypto.keys import KeyFileError, SecretKey
+def _confirm(command: str, question: str, *, yes: bool) -> None:
+    """Ask at a terminal unless `yes`; no ends the command. Raises UsageError without a terminal."""
+    from ..node.errors import UsageError
+
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError(
+                f"`{command}` ends a key for ever and asks at a terminal: give --yes in a script"
+            )
+        typer.confirm(question, abort=True, err=True)
+
+
+def _new_passphrase() -> str:
+    """Return the passphrase for a file to be written: from the environment, or asked for twice."""
+    from ..node.errors import UsageError
     from ..node.ops.service_manager import passphrase
 
-    secret = passphrase()
+    if given := passphrase():
+        return given
+    if not sys.stdin.isatty():
+        raise UsageError(f"a passphrase is asked for at a terminal: set {PASSPHRASE} in a script")
+    return typer.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
+
+
+def _open_key(path: Path) -> "tuple[SecretKey, str | None]":
+    """Read the key at `path`, asking for its passphrase if it has one; return both. Raises KeyFileError."""
+    from ..crypto.keys import SecretKey
+    from ..node.ops.service_manager import passphrase
+
     try:
-        return SecretKey.load(path, secret)
-    except KeyFileError:
         locked = path.is_file() and b"ENCRYPTED" in path.read_bytes()
-        if secret or not sys.stdin.isatty() or not locked:
-            raise
-    return SecretKey.load(path, typer.prompt("Passphrase", hide_input=True, err=True))
+    except OSError:  # load() says why
+        locked = False
+    secret = passphrase() if locked else None
+    if locked and not secret and sys.stdin.isatty():
+        secret = str(typer.prompt("Passphrase", hide_input=True, err=True))
+    return SecretKey.load(path, secret), secret

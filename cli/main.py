@@ -30,6 +30,7 @@ from . import (
     join,
     judge,
     models,
+    ping,
     replay,
     rollouts,
     service,
@@ -117,6 +118,7 @@ CONFIGURED: dict[str, tuple[Callable[..., Any], str]] = {
 PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "status": (status.status, "Show how the running node is doing."),
     "peers": (status.peers, "Show the peers of the running node, and how they do."),
+    "ping": (ping.run, "Measure the round trip to a peer of the running node."),
     "top": (status.top, "Show the nodes of this machine and their peers, live."),
     "dashboard": (dashboard.run, "Print the link of the running node's page in the browser."),
     "ban": (ban.ban, "Give a worker no more work."),
@@ -142,6 +144,7 @@ for _name, (_command, _help) in PLAIN.items():
 _tickets = "Print, issue, list and revoke join tickets of the running trainer."
 _environments = "Test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
+app.add_typer(identity.app, name="key", short_help="Copy, restore and change this node's key.")
 app.add_typer(models.app, name="model", short_help="Convert models from elsewhere.")
 app.add_typer(service.app, name="service", short_help="Run a node at boot, by systemd or launchd.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)

@@ -367,7 +367,7 @@ def _figure(
 
 
 PEER_COLUMNS: Sequence[Column[PeerRow]] = (
-    Column("PEER", lambda row: row.short, 100),
+    Column("PEER", lambda row: f"{row.short} {row.name}".rstrip(), 100),
     Column("ROLE", lambda row: row.role or NONE, 90),
     Column("PATH", lambda row: row.path, 30),
     _figure("RTT", "rtt_ms", 25, lambda ms: f"{ms:.1f} ms", least=True),
@@ -407,11 +407,12 @@ def bans_table(rows: Sequence[BanRow]) -> Table | str:
     """Draw `primerl-node bans`."""
     if not rows:
         return "nobody is banned"
-    table = plain_table(*"NODE SINCE TICKET OK/REJECTED WHY".split(), fold="WHY")
+    table = plain_table(*"NODE SINCE UNTIL TICKET OK/REJECTED WHY".split(), fold="WHY")
     for row in rows:
-        since = f"{datetime.fromtimestamp(row.since):%Y-%m-%d %H:%M}" if row.since else NONE
+        since = local_time(row.since) if row.since else NONE
+        until = local_time(row.until) if row.until else "pardoned"
         work = f"{row.accepted}/{row.rejected}"
-        table.add_row(row.short, since, escape(row.ticket) or NONE, work, escape(row.why))
+        table.add_row(row.short, since, until, escape(row.ticket) or NONE, work, escape(row.why))
     return table
 
 
@@ -582,6 +583,11 @@ def size(count: float) -> str:
     while count >= 1000 and unit < len(UNITS) - 1:
         count, unit = count / 1000, unit + 1
     return f"{count:.0f} {UNITS[unit]}" if unit == 0 else f"{count:.1f} {UNITS[unit]}"
+
+
+def local_time(seconds: float) -> str:
+    """Format a time in Unix seconds to the minute."""
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
 
 
 def duration(total: float) -> str:

@@ -41,6 +41,7 @@ class Purpose(StrEnum):
     PIPELINE = "pipeline"
     BOUNDS = "bounds"
     RETIREMENT = "retirement"
+    SUCCESSION = "succession"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

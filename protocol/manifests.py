@@ -19,6 +19,8 @@ UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Bound = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 """Bound of a measure. Both ends are named, as everywhere here: NaN fails any of them, infinity only one."""
+MAX_NODE_NAME = 32
+"""Characters of the name that a node gives itself."""
 MAX_ENVIRONMENTS = 64
 """Most environments of one run."""
 GroupSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -316,7 +318,7 @@ class PolicyHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expires: UnixSeconds
 
 
-class PeerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PeerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The identity of a node and how to reach it, signed by itself."""
 
     node: NodeId
@@ -328,6 +330,8 @@ class PeerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """libp2p multiaddrs."""
     share_address: bool
     """Whether the trainer may show this record to other admitted peers."""
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NODE_NAME)] = ""
+    """What the node's operator calls it, to be shown beside its id; anybody may call himself so."""
 
 
 class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -56,6 +56,8 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False, omit_defaults=Tru
     """The worker's clock; 0: not stated."""
     oldest_wire_version: WireVersion = 0
     """The oldest that it speaks; 0: `wire_version` alone."""
+    trial: bool = False
+    """Whether to answer as to any node with this ticket, and admit nobody: the record may then be empty."""
 
     @property
     def spoken(self) -> WireRange:
@@ -63,8 +65,8 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False, omit_defaults=Tru
         return WireRange(self.oldest_wire_version or self.wire_version, self.wire_version)
 
 
-class Welcome(Message, frozen=True, forbid_unknown_fields=False):
-    """The worker is admitted. Unknown fields are passed over."""
+class Welcome(Message, frozen=True, forbid_unknown_fields=False, omit_defaults=True):
+    """The worker is admitted, or a trial hello would be. Unknown fields are passed over."""
 
     manifest: Sealed
     """The sealed RunManifest."""
@@ -73,6 +75,8 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False):
     """The newest that both speak. Version 1 for a trainer that does not state it."""
     unix_time: UnixSeconds = 0
     """The trainer's clock; 0: not stated."""
+    seen_from: Name = ""
+    """Address and port from which a trial hello came; empty in other replies, and over a relay."""
 
 
 class WatchHeads(Message, frozen=True):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from .envelope import utc
 from .errors import Reason
 from .manifests import ProofContract
 from .numerics import MeanBounds, NumericsClass
@@ -275,6 +276,7 @@ class ReputationSnapshot(
     suspicion: float
     banned: str
     banned_at: float = 0.0
+    banned_until: float = 0.0
     accusers: tuple[str, ...] = ()
     placement: Placement = Placement()
     good: float = 0.0
@@ -356,7 +358,7 @@ class Trust:
 
 @dataclass
 class Reputation:
-    """Evidence about one peer. What an environment's trust is about decays; a ban does not."""
+    """Evidence about one peer. An environment's trust decays; a ban does not, though it may have an end."""
 
     environments: dict[str, Trust] = field(default_factory=dict[str, Trust])
     """By name of an environment, for each that the peer has worked in; see of()."""
@@ -380,6 +382,8 @@ class Reputation:
     """Why, in a sentence; empty if it is not banned."""
     banned_at: float = 0.0
     """When, in Unix seconds, as the trainer noted it; 0 where it did not."""
+    banned_until: float = 0.0
+    """When the ban ends, in Unix seconds; 0: never."""
     accusers: tuple[str, ...] = ()
     """First stages (hex) of pipelines whose rollouts were blamed on this peer alone; two are as good as
     many."""
@@ -497,7 +501,8 @@ class Reputation:
     def refused(self) -> str:
         """Reason why this peer is leased nothing of any environment, in a sentence; empty if it may be."""
         if self.banned:
-            return f"banned: {self.banned}"
+            until = f" until {utc(int(self.banned_until))}" if self.banned_until else ""
+            return f"banned{until}: {self.banned}"
         refused = self.placement.refused
         return f"{WRONG_CLASS}: {refused}" if refused else ""
 
@@ -543,9 +548,20 @@ class Reputation:
             f"(after {self.audited} audited rollouts)"
         )
 
-    def ban(self, why: str) -> None:
-        """Ban the peer; `why` is a sentence. The first reason stands."""
-        self.banned = self.banned or why
+    def ban(self, why: str, until: float = 0.0) -> None:
+        """Ban the peer; `why` is a sentence, `until` in Unix seconds, 0 for ever.
+
+        A ban for ever stands, with its first reason; one that ends is replaced.
+        """
+        if not self.banned or self.banned_until:
+            self.banned, self.banned_until = why, until
+
+    def end_ban(self, now: float) -> bool:
+        """Lift a ban whose time is over, and return whether there was one; the evidence stays as it is."""
+        if not self.banned_until or now < self.banned_until:
+            return False
+        self.banned, self.banned_at, self.banned_until = "", 0.0, 0.0
+        return True
 
 
 def other_step(nats: float, other_scale: float) -> float:

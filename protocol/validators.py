@@ -88,6 +88,8 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
     """Drawn rollouts that it called clean and the trainer rejected, for reasons that noise may explain."""
     disqualified: str = ""
     """Reason why its reports no longer count in this run; empty while they count."""
+    disqualified_until: float = 0.0
+    """When they count again, in Unix seconds; 0: never."""
     passed: tuple[str, ...] = ()
     """Workers (hex) whose rejected work it called clean: the trainer measures theirs itself."""
 
@@ -110,7 +112,7 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
         self.overturned += sum(pair.theirs.outcome != pair.ours.outcome for pair in every)
         for pair in every:
             if pair.passes:
-                self._note_pass(worker)
+                self.note_pass(worker)
                 self.slips += not pair.lie
             if pair.lie:
                 self.disqualify(pair.lie)
@@ -122,7 +124,8 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
             self.alarming = _doubt(self.alarming, number < alarms)
         self._weigh()
 
-    def _note_pass(self, worker: bytes) -> None:
+    def note_pass(self, worker: bytes) -> None:
+        """Remember that it called rejected work of a worker clean."""
         others = (name for name in self.passed if name != worker.hex())
         self.passed = (*others, worker.hex())[-MAX_PASSED:]
 
@@ -133,9 +136,17 @@ class ValidatorRecord(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=
         elif max(self.missing, self.alarming) >= FULL:
             self.disqualify(f"{counts} were judged otherwise by the trainer")
 
-    def disqualify(self, why: str) -> None:
-        """Let its reports count no more; `why` is a sentence. The first reason stands."""
-        self.disqualified = self.disqualified or why
+    def disqualify(self, why: str, until: float = 0.0) -> None:
+        """Let its reports count no more; `why` and `until` are as in Reputation.ban()."""
+        if not self.disqualified or self.disqualified_until:
+            self.disqualified, self.disqualified_until = why, until
+
+    def end_ban(self, now: float) -> bool:
+        """Let its reports count again if the time is over, and return whether it was."""
+        if not self.disqualified_until or now < self.disqualified_until:
+            return False
+        self.disqualified, self.disqualified_until = "", 0.0
+        return True
 
     def forget_pass(self, worker: bytes) -> None:
         """Forget that it called rejected work of a worker clean."""

@@ -39,7 +39,8 @@ top_k, and end replies by strings; a key that is in use on another connection, o
 refused for a reason of its own, and a retirement is a signed fact; an inference server is a role of its own; an
 environment's variables of the chat template may name the date that it writes, and its options what later turns
 are shown of earlier reasoning; rollouts under top_p or top_k state the tokens that these left, and logprobs
-over them; measurements of audits have signed means; a hello says which versions its sender speaks.
+over them; measurements of audits have signed means; a hello says which versions its sender speaks, or may be a
+trial that admits nobody; a peer record may have a name; a retired key may have a successor.
 """
 OLDEST_WIRE_VERSION = 2
 """The oldest that this release speaks. It follows WIRE_VERSION by one release, as UPGRADING.md promises."""

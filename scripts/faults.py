@@ -1063,9 +1063,30 @@ FAULTS = (
     Fault(
         "anybody retires a key",
         "protocol/retirement.py",
-        "if opened.body.node != opened.signer:",
+        "if retirement.node != opened.signer:",
         "if False:",
         ("test_nobody_but_its_holder_retires_a_key",),
+    ),
+    Fault(
+        "a new key takes a place without its own consent",
+        "protocol/retirement.py",
+        "if consent.body != Succession(retirement.node, retirement.made):",
+        "if False:",
+        ("test_a_consent_holds_for_the_key_and_the_time_that_it_names",),
+    ),
+    Fault(
+        "a rotation sheds a ban",
+        "node/trainer/workers.py",
+        "self.reputations[successor] = self.reputations.pop(node)",
+        "self.reputations.pop(node)",
+        ("test_a_new_key_does_not_shed_a_ban",),
+    ),
+    Fault(
+        "a ban never ends",
+        "protocol/reputation.py",
+        "if not self.banned_until or now < self.banned_until:",
+        "if True:",
+        ("test_a_ban_with_an_end_is_over_by_itself_and_leaves_the_trust_as_it_was",),
     ),
     Fault(
         "a retirement is forgotten when the trainer starts again",

@@ -40,6 +40,10 @@ KNOWN = {
         "chunks and temporary files, by names of our own form",
     ),
     ("node/training/resume_points.py", "unlink"): (2, "step_N.resume of earlier or void steps"),
+    ("node/app/retirement.py", "replace"): (
+        1,
+        "key.pem by the key that takes its place, once a trainer knows it: the old one is ended for ever",
+    ),
     ("node/app/startup.py", "unlink"): (1, "policy.safetensors, which it has just written"),
     ("node/storage/rollouts.py", "unlink"): (1, "step_N.parquet that rollouts.keep says to drop"),
     ("node/training/checkpoint.py", "rename"): (2, "checkpoints that are set aside or put back"),

@@ -173,7 +173,6 @@ class JudgeNode(IssuingNode):
         self._config = config
         self._announce = announce
         self._factories = factories or Factories()
-        self._services: NodeServices | None = None
         self._scheduler: LeaseScheduler | None = None
         self._prompts: PromptQueue | None = None
         self._progress = Progress()

@@ -132,7 +132,6 @@ class PeerNode(Node):
         self._config = config
         self._factories = factories or sandboxed(config)
         self._ticket = ""
-        self._services: NodeServices | None = None
         self._weights: WeightSync | None = None
         self._name = ""
         self._obstacle = ""

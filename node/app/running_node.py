@@ -12,14 +12,16 @@ from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ..config.run import NodeConfig
-from ..errors import NodeError, first_cause
+from ..errors import BusyError, NodeError, first_cause
 from ..ops.control import Command, ControlServer, register, unregister
 from ..ops.dashboard import Dashboard, Query
-from ..ops.figures import Curves, NodeFigures, PeerRow, Status
+from ..ops.figures import Curves, NodeFigures, PeerRow, PingRow, Status
 from ..ops.logs import newest_lines
 from ..ops.machine import Machine
 from ..ops.metrics import EventLoopMonitor
 from ..ops.service_manager import service_manager
+from ..p2p.ping import ping
+from ..p2p.services import NodeServices
 
 
 class Node:
@@ -30,6 +32,8 @@ class Node:
         self.key = key
         self.data_dir = data_dir
         self.role = role
+        self._services: NodeServices | None = None
+        """Its network; None before it has any."""
         self.phase = "starting"
         self.detail = ""
         self.lag = EventLoopMonitor()
@@ -80,6 +84,11 @@ class Node:
     async def _log(self) -> list[object]:
         return await asyncio.to_thread(newest_lines)
 
+    async def _ping(self, peer: str, wait_s: float) -> PingRow:
+        if self._services is None:
+            raise BusyError("this node has no peers at present: it follows no run, or is starting")
+        return await ping(self._services, peer, wait_s)
+
     async def _link(self) -> dict[str, object]:
         return {"link": self._dashboard.link}
 
@@ -103,6 +112,7 @@ class Node:
             "figures": self.figures,
             "status": self.status,
             "peers": self.peers,
+            "ping": self._ping,
             "dashboard": self._link,
             "stop": self.request_stop,
         }

@@ -303,7 +303,6 @@ class TrainerNode(IssuingNode):
         self._announce = announce
         self._factories = factories or sandboxed(config, judged=True)
         self._clock = PhaseClock(began(int(os.environ.get(PARENT_VARIABLE) or os.getpid())))
-        self._services: NodeServices | None = None
         self.trainer_role: TrainerRole | None = None
         self._evaluation: OnlineEvaluation | None = None
         self._environments: Sequence[Environment] = ()
@@ -741,8 +740,8 @@ class TrainerNode(IssuingNode):
             status.evaluations = self._evaluation.log.latest()
         return status
 
-    async def _ban(self, name: str, why: str = "") -> dict[str, object]:
-        return {"node": self._registry().ban(name, why).hex()}
+    async def _ban(self, name: str, why: str = "", lasts_s: float | None = None) -> BanRow:
+        return self._registry().ban(name, why, lasts_s)
 
     async def _pardon(self, name: str) -> dict[str, object]:
         return {"node": self._registry().pardon(name).hex()}

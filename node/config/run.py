@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from ...protocol.manifests import MAX_NODE_NAME
 from .base import BaseConfig
 from .chat_api import JudgeConfig
 from .engine import (
@@ -148,6 +149,8 @@ class NetworkConfig(BaseConfig):
     """UDP port of iroh, and TCP port of libp2p; 0 takes those of the last start, or free ones."""
     advertise: list[str] = []
     """host:port hints put into tickets and peer records in place of the bound addresses."""
+    name: Annotated[str, Field(max_length=MAX_NODE_NAME, pattern=r"^[\w .@-]*$")] = ""
+    """Name of this node that `peers` of others shows beside its id: letters, digits, blanks and . @ _ -"""
     share_address: bool = True
     """Whether admitted peers of the run may learn our addresses; if not, only the trainer does."""
     relay_urls: list[str] = []

@@ -67,6 +67,29 @@ class PeerRow(msgspec.Struct):
     """Warning that another program with its key was refused lately, and from where."""
     ticket: str = ""
     """At the trainer: the ticket that admitted it, by label and the beginning of its id."""
+    name: str = ""
+    """What it calls itself, which proves nothing."""
+
+
+class PingRow(msgspec.Struct):
+    """One try of `primerl-node ping`."""
+
+    id: str
+    short: str
+    role: str
+    name: str = ""
+    path: str = "-"
+    """direct, relayed, memory, or - where no reply came."""
+    remote: str = ""
+    """IP address of the peer; empty over a relay."""
+    connect_ms: float = 0.0
+    """Until there was a connection; near 0 where there was one before."""
+    rtt_ms: float | None = None
+    """From the request to the reply of the peer's program; None: none came."""
+    path_rtt_ms: float | None = None
+    """Round trip of the path, as the transport estimates it."""
+    why: str = ""
+    """Why no reply came, or why the request was refused."""
 
 
 class MachineRow(msgspec.Struct):
@@ -99,6 +122,8 @@ class BanRow(msgspec.Struct):
     """Ticket that admitted it: label and beginning of the id."""
     accepted: int = 0
     rejected: int = 0
+    until: float = 0.0
+    """When it ends, in Unix seconds; 0: when the operator pardons it."""
 
 
 class EngineRow(msgspec.Struct):

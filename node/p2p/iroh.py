@@ -272,16 +272,17 @@ class IrohConnection:
         """Describe the selected path; the counters are UDP bytes, so they include headers and handshake."""
         stats = self._connection.stats()
         selected = next((path for path in self._connection.paths() if path.is_selected), None)
-        remote = ""
+        hint = ""
         if selected is not None and selected.is_ip:
-            remote = str(selected.remote_addr).rpartition(":")[0].strip("[]")
-        elif (
-            selected is None
-        ):  # iroh selects paths by peer: a second connection of one key has none
-            remote = self.accepted_from.rpartition(":")[0].strip("[]")
+            hint = str(selected.remote_addr)
+        elif selected is None:  # iroh selects paths by peer: a second connection of a key has none
+            hint = self.accepted_from
+        remote, _, port = hint.rpartition(":")
         return PathInfo(
             kind="relayed" if selected is not None and selected.is_relay else "direct",
-            remote=remote,
+            remote=remote.strip("[]"),
+            port=int(port) if port.isdecimal() else 0,
+            mtu=0 if selected is None else selected.stats.current_mtu,
             rtt_ms=None if selected is None or self.closed else float(selected.rtt_ms),
             bytes_sent=stats.udp_tx_bytes,
             bytes_received=stats.udp_rx_bytes,

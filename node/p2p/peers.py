@@ -200,6 +200,12 @@ class PeerTable:
         peer = self._peers.get(node)
         return peer.network if peer is not None else ""
 
+    def seen_from(self, node: bytes) -> str:
+        """Return address and port of a peer's newest connection; empty where they are not known."""
+        peer = self._peers.get(node)
+        live = [each for each in peer.connections if not each.closed] if peer is not None else []
+        return live[-1].path().hint if live else ""
+
     def connected(self, node: bytes, connection: Connection) -> None:
         """Add a connection, dialled by either side."""
         peer = self.get(node)

@@ -169,6 +169,7 @@ class NodeServices:
             addresses=self.addresses(),
             discovery=self.discovery_addresses(),
             share_address=self.config.network.share_address,
+            name=self.config.network.name,
         )
         return self.seal(Purpose.PEER, record, expires=time.time() + RECORD_TTL_S)
 
@@ -176,7 +177,8 @@ class NodeServices:
         """Seal our peer record for gossip: without addresses if those are not to be shared."""
         if self.config.network.share_address:
             return self.record()
-        record = PeerRecord(self.key.node_id, self.role, __version__, (), (), False)
+        name = self.config.network.name
+        record = PeerRecord(self.key.node_id, self.role, __version__, (), (), False, name)
         return self.seal(Purpose.PEER, record, expires=time.time() + RECORD_TTL_S)
 
     def router(

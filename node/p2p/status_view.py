@@ -3,6 +3,7 @@
 import time
 
 from ...crypto.hashing import short
+from ...protocol.manifests import MAX_NODE_NAME
 from ..errors import printable
 from ..ops.figures import PeerRow, Status
 from .peers import Peer
@@ -47,7 +48,13 @@ def _row(peer: Peer) -> PeerRow:
         last_seen_s=last_seen_s,
         software=printable(peer.record.software) if peer.record else "?",
         silent_s=0.0 if path else shown_silence(last_seen_s or 0.0),
+        name=shown_name(peer),
     )
+
+
+def shown_name(peer: Peer) -> str:
+    """Return what a peer calls itself, fit for a terminal; "" for nothing."""
+    return printable(peer.record.name, MAX_NODE_NAME).strip() if peer.record else ""
 
 
 def shown_silence(seconds: float) -> float:

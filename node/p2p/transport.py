@@ -41,6 +41,16 @@ class PathInfo:
     bytes_received: int
     remote: str = ""
     """IP address of the peer; empty where it is not known, over a relay for example."""
+    port: int = 0
+    """UDP port of the peer at that address; 0 where it is not known."""
+    mtu: int = 0
+    """Most bytes of a UDP packet that this path was found to carry; 0 where it is not known."""
+
+    @property
+    def hint(self) -> str:
+        """Address and port of the peer, as in Transport.addresses(); empty where they are not known."""
+        host = f"[{self.remote}]" if ":" in self.remote else self.remote
+        return f"{host}:{self.port}" if self.remote and self.port else ""
 
 
 class Stream(Protocol):

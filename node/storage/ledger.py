@@ -321,9 +321,22 @@ class Ledger:
         row = self._db.execute("SELECT ticket FROM admitted WHERE node = ?", (node,)).fetchone()
         return b"" if row is None else bytes(row[0])
 
-    def retire(self, node: bytes, sealed: bytes) -> None:
-        """Remember for ever that the key of a node is retired."""
-        self._write("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, sealed))
+    def retire(
+        self, node: bytes, sealed: bytes, successor: bytes = b"", reputation: bytes = b""
+    ) -> None:
+        """Remember for ever that the key of a node is retired.
+
+        A successor has the node's admission and `reputation` from now on, the node itself none.
+        """
+        with self._transaction():
+            self._write("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, sealed))
+            if successor:
+                self._write("DELETE FROM admitted WHERE node = ?", (successor,))
+                self._write(
+                    "UPDATE admitted SET node = ?, record = x'' WHERE node = ?", (successor, node)
+                )
+                self.drop_reputation(node)
+                self.set_reputation(successor, reputation)
 
     def retired(self) -> dict[bytes, bytes]:
         """Return the sealed retirements of keys, by node."""

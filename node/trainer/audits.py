@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from msgspec.structs import astuple
@@ -226,19 +227,38 @@ class AuditQueue:
 
     def save(self, node: bytes) -> None:
         """Keep the changed record of a validator; if it is disqualified, take its jobs back."""
-        if self._ledger is not None:
-            named = {validator.hex(): record for validator, record in self._records.items()}
-            self._ledger.set(VALIDATORS, encode_records(named))
+        self._save()
         if self._records[node].disqualified:
             for job in self._jobs.values():
                 if job.validator == node:
                     _give_up(job)
 
-    def ban(self, node: bytes, why: str) -> None:
-        """Disqualify a node if it is a validator; `why` is a sentence."""
+    def ban(self, node: bytes, why: str, until: float = 0.0) -> None:
+        """Disqualify a node if it is a validator; `why` is a sentence, `until` as in Reputation.ban()."""
         if node in self._records:
-            self._records[node].disqualify(why)
+            self._records[node].disqualify(why, until)
             self.save(node)
+
+    def succeed(self, node: bytes, successor: bytes) -> None:
+        """Let what is known of a node, as a validator and to validators, hold for its successor."""
+        for record in self._records.values():
+            if node.hex() in record.passed:
+                record.note_pass(successor)
+        if node in self._records:
+            self._records[successor] = copy(self._records[node])
+        self._save()
+
+    def _save(self) -> None:
+        if self._ledger is not None:
+            named = {validator.hex(): record for validator, record in self._records.items()}
+            self._ledger.set(VALIDATORS, encode_records(named))
+
+    def end_bans(self, now: float) -> None:
+        """Believe validators again whose ban is over; `now` in Unix seconds."""
+        for node, record in self._records.items():
+            if record.end_ban(now):
+                logger.warning("the ban of validator %s is over", short(node))
+                self.save(node)
 
     def pardon(self, node: bytes) -> None:
         """Begin the record of a validator anew, and forget that validators covered for a worker."""

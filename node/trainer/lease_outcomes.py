@@ -159,6 +159,12 @@ class WorkRecords:
         record.add(counts, taken_back)
         return LeaseOutcome(groups, counts.accepted, lost)
 
+    def succeed(self, node: bytes, successor: bytes) -> None:
+        """Give the records of a node to its successor."""
+        for known, environment in list(self._records):
+            if known == node:
+                self._records[successor, environment] = self._records.pop((node, environment))
+
     def selective(self, node: bytes, environment: int) -> bool:
         """Return whether incomplete groups of `node` are not to be trained."""
         record = self._records.get((node, environment))

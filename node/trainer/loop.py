@@ -455,7 +455,7 @@ class TrainerRole:
         await asyncio.to_thread(self._metrics.log.go_back, step, state.line)
         await asyncio.to_thread(self._kept.go_back, step)
         self._buffer.restore(msgspec.msgpack.decode(parts["buffer"], type=BufferSnapshot))
-        self.scheduler.registry.reputations.update(state.restore_reputations(self._ledger))
+        self.scheduler.registry.restore(state.restore_reputations(self._ledger))
         arrived = self._ledger.arrived_after(state.verified_up_to)
         for name, curriculum in self._curricula.items():
             curriculum.restore(state.curriculum.get(name, {}))

@@ -50,7 +50,8 @@ class ControlHandler:
         match request:
             case Hello():
                 reply = registry.hello(peer, request)
-                self._reach("first worker")
+                if not request.trial:
+                    self._reach("first worker")
             case WatchHeads():
                 return await self._services.head_server.watch(peer, stream, request)
             case GetHeads():

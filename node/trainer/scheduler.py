@@ -400,6 +400,8 @@ class LeaseScheduler:
         reputation = self.registry.reputations.get(peer)
         if reputation is not None:
             reputation.age(now)
+            if reputation.banned_until:
+                self.registry.end_bans(now)
             if refusal := self.registry.refusal(peer):
                 raise RemoteProtocolError(Reason.BANNED, refusal)
         if self.registry.proven(peer):

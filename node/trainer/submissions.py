@@ -198,6 +198,7 @@ class VerificationQueue:
     def _judge(self, pending: PendingVerification, verified: Verified) -> None:
         """Count the evidence of a submission, exactly once across restarts of the trainer."""
         arrived = pending.arrived
+        worker = self._registry.present_key(arrived.node)
         self.progress.verified_up_to = arrived.arrival
         del self.progress.used[arrived.arrival]
         measured = MeasuredRows()
@@ -208,7 +209,7 @@ class VerificationQueue:
             outcome = LeaseOutcome(len(pending.lease.tasks), blameless=True)
         else:
             outcome = self._registry.work.judge(
-                arrived.node,
+                worker,
                 pending.submission,
                 pending.lease,
                 verified,
@@ -216,7 +217,7 @@ class VerificationQueue:
                     arrived.node, pending.submission.numerics
                 ),
             )
-        self._scheduler.book.judge(pending.lease, arrived.node, outcome, time.time())
+        self._scheduler.book.judge(pending.lease, worker, outcome, time.time())
         self._note_rewards(arrived.node, verified)
         self._deliver(arrived, pending.before or self._keep(arrived, verified, measured))
 
@@ -311,7 +312,9 @@ class VerificationQueue:
         )
         stages = verified.plan.stages if verified.plan else ()
         reputations = {
-            node: msgspec.json.encode(self._registry.reputation(node).snapshot())
+            self._registry.present_key(node): msgspec.json.encode(
+                self._registry.reputation(node).snapshot()
+            )
             for node in (arrived.node, *(stage.node for stage in stages))
         }
         self._ledger.add_verdict(

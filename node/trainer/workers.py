@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -46,6 +46,7 @@ from .sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
+TOO_MANY_HELLOS = "too many nodes say hello with this ticket: come again"
 HELLO_RATE, HELLO_BURST = 10.0, 200.0
 """Rate limit of hellos per second with one ticket; each costs a write to the disk."""
 MAX_WORKERS = 4096
@@ -78,6 +79,9 @@ MIN_PREFIX = 4
 """Hex digits of a worker's id that name it."""
 MAX_TURNED_AWAY = 64
 """Refused nodes that are remembered, to be shown."""
+MAX_SUCCESSIONS = 16
+"""Keys that give one place on, one after the other: each is remembered for ever."""
+MIN_BAN_S, MAX_BAN_S = 60.0, 10 * 365 * 86400.0
 MAX_REASON = 200
 """Characters of an operator's reason for a ban."""
 
@@ -193,8 +197,21 @@ class WorkerRegistry:
             self._restore(row)
 
     def reputation(self, node: bytes) -> Reputation:
-        """Return the evidence about a worker, to be added to."""
-        return self.reputations.setdefault(node, Reputation())
+        """Return the evidence about a worker, to be added to; that of its successor if its key is retired."""
+        return self.reputations.setdefault(self.present_key(node), Reputation())
+
+    def present_key(self, node: bytes) -> bytes:
+        """Return the key that has taken the place of a node's retired key, or the node itself."""
+        # ends: a retired key takes no place, and no key is retired twice
+        while (retirement := self.retired.get(node)) is not None and retirement.successor:
+            node = retirement.successor
+        return node
+
+    def restore(self, reputations: Mapping[bytes, Reputation]) -> None:
+        """Take the reputations of a checkpoint, but those that have passed to a successor since."""
+        for node, known in reputations.items():
+            if self.present_key(node) == node:
+                self.reputations[node] = known
 
     def proven(self, node: bytes) -> bool:
         """Return whether work of a worker was accepted, or the operator named the worker.
@@ -228,29 +245,79 @@ class WorkerRegistry:
     async def retire(self, sealed: bytes) -> bytes:
         """Refuse a key from now on, as its owner states; return its node.
 
-        Its leases are released, and its session ends. What it handed in before is judged as all else. Raises
-        RemoteProtocolError (NOT_FOUND for a key without any standing in this run: keeping those would let
-        anybody fill the disk, and such a key is worth no more than a new one).
+        Its leases are released, and its session ends. What it handed in before is judged as all else. A
+        successor takes its place: its admission, its reputation with any ban, and what is still judged.
+
+        Raises:
+            RemoteProtocolError: NOT_FOUND for a key without any standing in this run (keeping those would let
+                anybody fill the disk, and such a key is worth no more than a new one), KEY_RETIRED where either
+                key was retired before, KEY_IN_USE for a successor that has a standing of its own.
         """
         retirement = read_retirement(sealed)
-        node = retirement.node
+        node, successor = retirement.node, retirement.successor
         if node in self.retired:
+            if successor not in (b"", self.retired[node].successor):
+                raise RemoteProtocolError(
+                    Reason.KEY_RETIRED, f"{self._retired(node)}: its place is not given twice"
+                )
             return node
         if not self._has_standing(node):
             raise RemoteProtocolError(Reason.NOT_FOUND, "no node of this key takes part in the run")
-        self.services.ledger.retire(node, sealed)
+        if successor:
+            self._check_successor(node, successor)
+            self._succeed(node, successor, sealed)
+        else:
+            self.services.ledger.retire(node, sealed)
         self.retired[node] = retirement
         self.book.release(node, time.time())
+        if successor and node in self.book.nodes:
+            self.book.nodes[successor] = self.book.nodes.pop(node)
         if node in self.workers:
             self.workers[node].left = True
             self.pipelines.left(node)
         self._sources_at = -math.inf  # it may be listed as a source for others no more
         self.services.peers.retire(node)
         logger.warning("%s: %s", short(node), self._retired(node))
+        if successor and (self.named(node) or node in self.audits.validators):
+            logger.warning(
+                "verification.references or .validators names %s: name %s",
+                short(node),
+                successor.hex(),
+            )
         await self.sessions.end(node)
         if self.services.discovery is not None:
             await self.services.discovery.publish(sealed)
         return node
+
+    def _check_successor(self, node: bytes, successor: bytes) -> None:
+        """Raise RemoteProtocolError unless `successor`, which has done nothing yet, may take a node's place."""
+        if successor in self.retired:
+            raise RemoteProtocolError(
+                Reason.KEY_RETIRED, "the new key is itself retired: make another"
+            )
+        if sum(self.present_key(earlier) == node for earlier in self.retired) >= MAX_SUCCESSIONS:
+            raise RemoteProtocolError(
+                Reason.RATE_LIMITED,
+                f"this place has had {MAX_SUCCESSIONS} keys: join with a ticket",
+            )
+        known = self.reputations.get(successor)
+        worked = known is not None and known.snapshot() != Reputation().snapshot()
+        others = (*self.audits.validators, self.services.key.node_id)
+        if worked or self.named(successor) or successor in others:
+            raise RemoteProtocolError(
+                Reason.KEY_IN_USE, "the new key has a standing of its own in this run: make another"
+            )
+
+    def _succeed(self, node: bytes, successor: bytes, sealed: bytes) -> None:
+        """Move all that is known of a node to the key that takes its place, on disk and here."""
+        known = self.reputation(node)
+        self.audits.succeed(node, successor)  # first: what a crash leaves behind is a copy
+        self.services.ledger.retire(node, sealed, successor, msgspec.json.encode(known.snapshot()))
+        self.reputations[successor] = self.reputations.pop(node)
+        self.work.succeed(node, successor)
+        self.workers.pop(successor, None)
+        if (admitted := self.services.ledger.admitted_node(successor)) is not None:
+            self._restore(admitted)
 
     def _has_standing(self, node: bytes) -> bool:
         known = node in self.workers or node in self.reputations or node in self.audits.validators
@@ -261,7 +328,8 @@ class WorkerRegistry:
         retirement = self.retired.get(node)
         if retirement is None:
             return ""
-        return f"this key was retired by its owner at {utc(retirement.made)}, for ever"
+        place = f"; {short(retirement.successor)} has its place" if retirement.successor else ""
+        return f"this key was retired by its owner at {utc(retirement.made)}, for ever{place}"
 
     def seen(self, peer: bytes) -> None:
         """Record that a node sent a request."""
@@ -302,7 +370,12 @@ class WorkerRegistry:
         return Origin(self.workers[peer].ticket, self.services.peers.network_of(peer))
 
     def hello(self, peer: bytes, hello: Hello) -> Welcome:
-        """Admit a node by its ticket, or again by its key. Raises RemoteProtocolError."""
+        """Admit a node by its ticket, or again by its key; a trial is only answered.
+
+        Raises RemoteProtocolError.
+        """
+        if hello.trial:
+            return self._try(peer, hello)
         self.turned_away.pop(peer, None)
         try:
             return self._admit(peer, hello)
@@ -311,6 +384,19 @@ class WorkerRegistry:
                 del self.turned_away[next(iter(self.turned_away))]
             self.turned_away[peer] = error
             raise
+
+    def _try(self, peer: bytes, hello: Hello) -> Welcome:
+        """Answer a trial hello as that of a newcomer, and admit nobody. Raises RemoteProtocolError."""
+        if hello.wire_version != WIRE_VERSION:
+            raise wrong_version("your node", hello.wire_version, here="the trainer")
+        now = int(time.time())
+        check_clock(hello.unix_time, now)
+        self.services.head_server.check_going_on()
+        ticket = self._check_ticket(hello.ticket, now)
+        if not self._hellos.take(ticket, self.clock()):
+            raise RemoteProtocolError(Reason.BUSY, TOO_MANY_HELLOS)
+        seen_from = self.services.peers.seen_from(peer)
+        return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now, seen_from)
 
     def _admit(self, peer: bytes, hello: Hello) -> Welcome:
         own = self.services.wire
@@ -327,8 +413,7 @@ class WorkerRegistry:
         else:
             ticket = self.services.ledger.ticket_of(peer) or self._check_ticket(hello.ticket, now)
         if not self.proven(peer) and not self._hellos.take(ticket, self.clock()):
-            detail = "too many nodes say hello with this ticket: come again"
-            raise RemoteProtocolError(Reason.BUSY, detail)
+            raise RemoteProtocolError(Reason.BUSY, TOO_MANY_HELLOS)
         record = read_record(hello.record, self.services.run_id, now)
         if record.node != peer:
             raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of another node")
@@ -489,6 +574,7 @@ class WorkerRegistry:
         if now < self._sweep_at:
             return
         self._sweep_at = now + SWEEP_S
+        self.end_bans(time.time())
         self.sessions.sweep()
         holders = {grant.node for grant in self.book.held.values()}
         rows = len(self.workers)
@@ -582,19 +668,32 @@ class WorkerRegistry:
             return f"too much was rejected: {known.top_reason(names)}"
         return known.refused
 
-    def ban(self, name: str, why: str) -> bytes:
-        """Ban the worker or validator whose id begins with `name` until it is pardoned; return its id.
+    def ban(self, name: str, why: str, lasts_s: float | None = None) -> BanRow:
+        """Ban the worker or validator whose id begins with `name`: for `lasts_s` seconds, or until a pardon.
 
-        Raises UsageError.
+        Returns the ban that is now in force: an earlier one without an end stands. Raises UsageError.
         """
-        node = self._find(name)
+        if lasts_s is not None and not MIN_BAN_S <= lasts_s <= MAX_BAN_S:
+            raise UsageError(
+                "a ban lasts at least a minute and at most ten years; without --for it has no end"
+            )
+        node, now = self._find(name), time.time()
         text = printable(why, MAX_REASON)
         reason = f"by the operator ({text})" if text else "by the operator"
-        known = self.reputation(node)
-        known.ban(reason)
-        known.banned_at = known.banned_at or time.time()
-        self.audits.ban(node, reason)
-        return self._changed_by_hand(node)
+        known, until = self.reputation(node), 0.0 if lasts_s is None else now + lasts_s
+        known.ban(reason, until)
+        if (known.banned, known.banned_until) == (reason, until):
+            known.banned_at = now
+        self.audits.ban(node, reason, until)
+        self._changed_by_hand(node)
+        return self._ban_row(node, known)
+
+    def end_bans(self, now: float) -> None:
+        """Give work again to those whose ban is over, with the trust that they have; `now` in Unix seconds."""
+        for node, known in self.reputations.items():
+            if known.end_ban(now):
+                self._changed_by_hand(node)
+        self.audits.end_bans(now)
 
     def pardon(self, name: str) -> bytes:
         """Forget all evidence about the worker whose id begins with `name`; return its id.
@@ -610,26 +709,34 @@ class WorkerRegistry:
 
     def bans(self) -> list[BanRow]:
         """List the banned workers, and the validators that are believed no more; the newest ban first."""
-        labels = self.ticket_labels()
+        self.end_bans(time.time())
         rows = [
-            BanRow(
-                id=node.hex(),
-                short=short(node),
-                since=known.banned_at,
-                why=known.banned,
-                ticket=labels.get(self.services.ledger.ticket_of(node), ""),
-                accepted=known.accepted,
-                rejected=sum(known.rejected.values()),
-            )
-            for node, known in self.reputations.items()
-            if known.banned
+            self._ban_row(node, known) for node, known in self.reputations.items() if known.banned
         ]
         rows += [
-            BanRow(node.hex(), short(node), 0.0, f"as a validator: {record.disqualified}")
+            BanRow(
+                node.hex(),
+                short(node),
+                0.0,
+                f"as a validator: {record.disqualified}",
+                until=record.disqualified_until,
+            )
             for node, record in self.audits.records().items()
             if record.disqualified and not self.reputation(node).banned
         ]
         return sorted(rows, key=lambda row: -row.since)
+
+    def _ban_row(self, node: bytes, known: Reputation) -> BanRow:
+        return BanRow(
+            id=node.hex(),
+            short=short(node),
+            since=known.banned_at,
+            why=known.banned,
+            ticket=self.ticket_labels().get(self.services.ledger.ticket_of(node), ""),
+            accepted=known.accepted,
+            rejected=sum(known.rejected.values()),
+            until=known.banned_until,
+        )
 
     def ticket_labels(self) -> dict[bytes, str]:
         """Map the ids of tickets to what people call them: the label, and the beginning of the id."""
@@ -655,13 +762,13 @@ class WorkerRegistry:
             raise UsageError(
                 f"{len(matches)} workers have ids that begin with {name!r}: give more digits"
             )
-        return matches[0]
+        return self.present_key(matches[0])
 
     def _changed_by_hand(self, node: bytes) -> bytes:
         known = self.reputation(node)
         self.services.ledger.set_reputation(node, msgspec.json.encode(known.snapshot()))
         self._sources_at = -math.inf  # it may be listed as a source for others no more
-        logger.warning("%s is %s", short(node), known.refused or "pardoned: a newcomer again")
+        logger.warning("%s is %s", short(node), known.refused or "not banned any more")
         return node
 
     def quarantined(self, node: bytes) -> frozenset[int]:

@@ -9,16 +9,19 @@ from support.hostile import Rogue, reason_of
 from support.protocol_cases import OFFER
 from support.swarm import Swarm, key_of
 
+from primerl.crypto.hashing import short
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.retirement import tell
 from primerl.node.errors import BusyError, TicketError
+from primerl.node.ops import control
 from primerl.node.p2p.connections import CONNECTIONS_PER_PEER
 from primerl.node.p2p.rpc import ask
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.workers import MAX_SUCCESSIONS
 from primerl.protocol import messages
 from primerl.protocol.envelope import Purpose, seal
-from primerl.protocol.errors import Reason
-from primerl.protocol.retirement import Retirement, retire
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.retirement import Retirement, Succession, read_retirement, retire
 from primerl.protocol.version import ALPN_BLOBS
 
 BURST = 60
@@ -301,3 +304,146 @@ async def test_nobody_but_its_holder_retires_a_key(tmp_path: Path, model_dir: Pa
         await further(swarm)
         assert victim.task is not None
         assert not victim.task.done()
+
+
+# -- keys that take the place of others -----------------------------------------------------------
+
+
+async def test_a_new_key_has_the_place_of_the_old_one_with_its_work_and_admission(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        swarm.ticket = (await issue(swarm, uses=1))["ticket"]
+        swarm.add_worker("old")
+        old, new = key_of("old"), key_of("new")
+        row = await swarm.until_row_of(old.node_id, lambda row: row["accepted"] >= 8, 30.0)
+        await swarm.stop_worker("old")
+        sealed = retire(old, int(time.time()), new)
+        assert not await hand_in(swarm, sealed)
+        assert not await hand_in(swarm, sealed), "the same statement again changes nothing"
+        swarm.add_worker("new")
+        later = await swarm.until_row_of(new.node_id, lambda row: row["leases"] > 0, 20.0)
+        assert later["accepted"] >= row["accepted"]
+        assert later["ticket"] == row["ticket"] != "", "its only seat is the old one's"
+        with pytest.raises(TicketError, match=f"{short(new.node_id)} has its place"):
+            await swarm.add_worker("old").ended(20.0)
+        await swarm.stop_trainer()
+        await swarm.start_trainer(resume=True)
+        again = await swarm.until_row_of(new.node_id, lambda row: row["path"] != "-", 20.0)
+        assert again["accepted"] >= row["accepted"], "also when the trainer starts again"
+        with pytest.raises(TicketError, match="has its place"):
+            await swarm.add_worker("old").ended(20.0)
+
+
+async def issue(swarm: Swarm, **options: object) -> dict[str, str]:
+    """Issue a ticket as the trainer's operator does."""
+    return await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "ticket", **options)
+
+
+async def test_a_new_key_does_not_shed_a_ban(tmp_path: Path, model_dir: Path) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("old")
+        old, new = key_of("old"), key_of("new")
+        await swarm.until_row_of(old.node_id, lambda row: row["accepted"] >= 4, 30.0)
+        name = old.node_id.hex()
+        await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "ban", name=name, why="a test")
+        assert not await hand_in(swarm, retire(old, int(time.time()), new))
+        async with Rogue(swarm, key=new) as banned:
+            await banned.hello()
+            asked = banned.ask(
+                messages.LeaseRequest(1, messages.WorkerStats(0)), messages.LeaseReply
+            )
+            assert await reason_of(asked) == Reason.BANNED
+        bans = await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "bans")
+        assert [(row["id"], row["why"]) for row in bans] == [
+            (new.node_id.hex(), "by the operator (a test)")
+        ]
+
+
+async def test_work_that_is_judged_after_a_rotation_counts_for_the_new_key(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """Else a cheat would hand in forgeries and change its key before they are looked at."""
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        old, new = key_of("old"), key_of("new")
+        async with Rogue(swarm, key=old) as rogue:
+            await rogue.hello()
+            lease, sealed = await rogue.lease()
+            bundle = rogue.bundle(sealed, await rogue.play(lease))
+            await rogue.submit(bundle, lease.lease_id)
+            assert not await hand_in(swarm, retire(old, int(time.time()), new))
+        async with Rogue(swarm, key=new) as heir:
+            await heir.hello()
+            await swarm.until_row_of(new.node_id, lambda row: row["accepted"], 20.0)
+
+
+async def test_nobody_takes_the_place_of_a_key_without_it_or_gives_one_twice(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        for name in ("victim", "other"):
+            swarm.add_worker(name)
+        victim, other = key_of("victim"), key_of("other")
+        for key in (victim, other):
+            await swarm.until_row_of(key.node_id, lambda row: row["accepted"] >= 4, 30.0)
+        attacker, spare, now = SecretKey.generate(), SecretKey.generate(), int(time.time())
+        consent = read_retirement(retire(victim, now, spare)).succession
+        forged = Retirement(victim.node_id, now, consent)
+        of_another = Retirement(attacker.node_id, now, consent)
+        damaged = Retirement(attacker.node_id, now, consent[:-1] + bytes([consent[-1] ^ 1]))
+        itself = retire(victim, now, victim)
+
+        def signed(key: SecretKey, body: Retirement) -> bytes:
+            return seal(key, Purpose.RETIREMENT, bytes(32), body, expires=2**53)
+
+        wrong = [
+            (Reason.WRONG_SIGNER, signed(attacker, forged)),
+            (Reason.WRONG_SIGNER, signed(attacker, of_another)),
+            (Reason.BAD_SIGNATURE, signed(attacker, damaged)),
+            (Reason.MALFORMED, itself),
+            (Reason.KEY_IN_USE, retire(victim, now, other)),
+            (Reason.KEY_IN_USE, retire(victim, now, swarm.trainer.key)),
+            (Reason.NOT_FOUND, retire(attacker, now, spare)),
+            (Reason.NOT_FOUND, retire(swarm.trainer.key, now, spare)),
+        ]
+        async with Rogue(swarm, key=attacker) as rogue:
+            for reason, sealed in wrong:
+                asked = rogue.ask(messages.RetireKey(sealed), messages.Accepted)
+                assert await reason_of(asked) == reason
+            assert not await hand_in(swarm, retire(victim, now, spare))
+            afterwards = [
+                retire(victim, now + 1, attacker),
+                retire(spare, now, victim),
+                retire(other, now, victim),
+            ]
+            for sealed in afterwards:
+                asked = rogue.ask(messages.RetireKey(sealed), messages.Accepted)
+                assert await reason_of(asked) == Reason.KEY_RETIRED
+        await further(swarm)
+
+
+async def test_a_place_is_given_on_so_often_and_no_more(tmp_path: Path, model_dir: Path) -> None:
+    """Each retired key is remembered for ever."""
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        key, now = key_of("first"), int(time.time())
+        async with Rogue(swarm, key=key) as rogue:
+            await rogue.hello()
+        for _ in range(MAX_SUCCESSIONS):
+            key, before = SecretKey.generate(), key
+            assert not await hand_in(swarm, retire(before, now, key))
+        assert "rate_limited" in await hand_in(swarm, retire(key, now, SecretKey.generate()))
+
+
+def test_a_consent_holds_for_the_key_and_the_time_that_it_names() -> None:
+    old, new = SecretKey.generate(), SecretKey.generate()
+    consent = seal(
+        new, Purpose.SUCCESSION, bytes(32), Succession(old.node_id, 1_800_000_000), expires=2**53
+    )
+    later = Retirement(old.node_id, 1_900_000_000, consent)
+    with pytest.raises(RemoteProtocolError, match="agreed to something else"):
+        read_retirement(seal(old, Purpose.RETIREMENT, bytes(32), later, expires=2**53))

@@ -1,13 +1,27 @@
 import json
 import stat
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
+import msgspec
 import pytest
+from support.bare_node import serving
+from support.protocol_cases import TICKET
 
 from primerl.crypto.keys import KeyFileError, SecretKey
 from primerl.node.app.daemon import load_key
 from primerl.node.errors import UsageError
+from primerl.node.p2p.iroh import IrohTransport
+from primerl.node.p2p.rpc import receive, send
+from primerl.node.p2p.transport import Stream
+from primerl.node.storage.ledger import OWNER, Ledger, LedgerView
+from primerl.protocol import tickets
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.messages import Accepted, RetireKey
 from primerl.protocol.retirement import read_retirement, retire
+from primerl.protocol.version import ALPN_CONTROL
 
 from .conftest import Ask, Cli, Serve
 
@@ -90,3 +104,130 @@ async def test_a_trainers_operator_hands_in_the_statement_of_an_owner_without_a_
     (await ask("retire", "--statement", "wrong", "-d", node)).refused(2, "no retirement of a key")
     (await ask("retire", "--statement", "missing", "-d", node)).refused(5, "missing")
     (await ask("retire", "--statement", ".", "-d", node)).refused(5, "directory")
+
+
+# -- copies of a key, and a new one ----------------------------------------------------------------
+
+
+def test_an_exported_key_is_encrypted_private_and_restores_the_node(
+    cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("init", "-d", "a")
+    cli("key", "export", "copy.pem", "-d", "a").refused(2, "PRIMERL_PASSPHRASE")
+    assert not (home / "copy.pem").exists()
+    monkeypatch.setenv("PRIMERL_PASSPHRASE", "open sesame")
+    assert cli("key", "export", "copy.pem", "-d", "a").code == 0
+    assert stat.S_IMODE((home / "copy.pem").stat().st_mode) == 0o600
+    assert b"ENCRYPTED" in (home / "copy.pem").read_bytes()
+    before = (home / "copy.pem").read_bytes()
+    cli("key", "export", "copy.pem", "-d", "a").refused(4, "exists already")
+    assert (home / "copy.pem").read_bytes() == before
+    assert cli("key", "import", "copy.pem", "-d", "b").code == 0
+    key = SecretKey.load(home / "a" / "key.pem").node_id
+    assert SecretKey.load(home / "b" / "key.pem").node_id == key
+    assert stat.S_IMODE((home / "b" / "key.pem").stat().st_mode) == 0o600
+    assert "already" in cli("key", "import", "copy.pem", "-d", "b").out
+    assert cli("key", "import", "copy.pem", "-d", "c", "--passphrase").code == 0
+    assert b"ENCRYPTED" in (home / "c" / "key.pem").read_bytes()
+
+
+def test_an_import_replaces_no_other_key_and_brings_no_retired_one_back(
+    cli: Cli, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("init", "-d", "a")
+    cli("init", "-d", "b")
+    monkeypatch.setenv("PRIMERL_PASSPHRASE", "open sesame")
+    cli("key", "export", "copy.pem", "-d", "a")
+    before = (home / "b" / "key.pem").read_bytes()
+    cli("key", "import", "copy.pem", "-d", "b").refused(4, "holds another key")
+    assert (home / "b" / "key.pem").read_bytes() == before
+    (home / "nonsense").write_text("no key")
+    (home / "nonsense").chmod(0o600)
+    cli("key", "import", "nonsense", "-d", "c").refused(5, "holds no key")
+    cli("key", "import", "missing", "-d", "c").refused(5, "missing")
+    monkeypatch.setenv("PRIMERL_PASSPHRASE", "wrong")
+    cli("key", "import", "copy.pem", "-d", "c").refused(5, "copy.pem")
+    assert not (home / "c").exists()
+    monkeypatch.setenv("PRIMERL_PASSPHRASE", "open sesame")
+    assert cli("retire", "-d", "a", "--yes").code == 6
+    (home / "a" / "key.pem").unlink()
+    cli("key", "import", "copy.pem", "-d", "a").refused(2, "retired")
+
+
+def test_a_rotation_without_trainers_changes_the_key_and_its_ledgers(cli: Cli, home: Path) -> None:
+    cli("init", "-d", "d")
+    old = SecretKey.load(home / "d" / "key.pem")
+    with closing(Ledger(home / "d" / "runs" / "one" / "ledger.db")) as ledger:
+        ledger.claim(old.node_id)
+    cli("key", "rotate", "-d", "d").refused(2, "--yes")
+    ran = cli("key", "rotate", "-d", "d", "--yes", "--json")
+    assert ran.code == 0, ran.err
+    answer, new = json.loads(ran.out), SecretKey.load(home / "d" / "key.pem").node_id
+    assert (answer["previous"], answer["id"]) == (old.node_id.hex(), new.hex())
+    statement = read_retirement(Path(answer["statement"]).read_bytes())
+    assert (statement.node, statement.successor) == (old.node_id, new)
+    with closing(LedgerView(home / "d" / "runs" / "one" / "ledger.db")) as view:
+        assert view.get(OWNER) == new
+    assert cli("id", "-d", "d").err == ""
+    assert load_key(home / "d").node_id == new, "a node starts with it"
+
+
+async def test_a_node_that_runs_a_trainer_and_a_retired_key_are_not_rotated(
+    ask: Ask, serve: Serve, home: Path
+) -> None:
+    node = await serve()
+    SecretKey.generate().save(node / "key.pem")
+    (await ask("key", "rotate", "-d", str(node), "--yes")).refused(4, "stop")
+    (home / "t").mkdir()
+    (home / "t" / "ledger.db").touch()
+    (await ask("key", "rotate", "-d", "t", "--yes")).refused(2, "trainer's")
+    await ask("init", "-d", "r")
+    await ask("retire", "-d", "r", "--yes")
+    (await ask("key", "rotate", "-d", "r", "--yes")).refused(2, "was retired")
+
+
+@asynccontextmanager
+async def trainer(refusal: Reason | None) -> AsyncGenerator[tuple[str, list[bytes]]]:
+    """Yield a ticket for a trainer that takes retirements, or refuses them, and those that it was sent."""
+    key, sent = SecretKey.from_seed(bytes(31) + b"T"), list[bytes]()
+
+    async def answer(peer: bytes, stream: Stream) -> None:
+        sent.append((await receive(stream, RetireKey)).retirement)
+        if refusal is not None:
+            raise RemoteProtocolError(refusal, "no")
+        await send(stream, Accepted())
+        await stream.finish()
+
+    end = IrohTransport(key, host="127.0.0.1", port=0, alpns=[ALPN_CONTROL])
+    await end.start()
+    now = int(time.time())
+    ticket = msgspec.structs.replace(
+        TICKET, trainer=key.node_id, addresses=end.addresses(), issued=now, expires=now + 60
+    )
+    async with serving(end, {ALPN_CONTROL: answer}):
+        yield tickets.issue(key, ticket), sent
+
+
+async def test_nothing_changes_while_no_trainer_takes_the_new_key_and_the_next_try_is_the_same(
+    ask: Ask, home: Path
+) -> None:
+    await ask("init", "-d", "d")
+    before = (home / "d" / "key.pem").read_bytes()
+    async with trainer(Reason.BUSY) as (ticket, first):
+        ran = await ask("key", "rotate", "-d", "d", "--yes", "--ticket", ticket)
+        ran.refused(6, "nothing was changed", "busy")
+    assert (home / "d" / "key.pem").read_bytes() == before
+    async with trainer(None) as (ticket, second):
+        ran = await ask("key", "rotate", "-d", "d", "--yes", "--ticket", ticket)
+    assert ran.code == 0, ran.err
+    assert first == second, "one statement, with one new key"
+    assert SecretKey.load(home / "d" / "key.pem").node_id == read_retirement(first[0]).successor
+    assert not (home / "d" / "key.next").exists()
+
+
+async def test_a_rotation_may_be_forced_and_says_who_was_not_told(ask: Ask, home: Path) -> None:
+    await ask("init", "-d", "d")
+    async with trainer(Reason.NOT_FOUND) as (ticket, sent):
+        ran = await ask("key", "rotate", "-d", "d", "--yes", "--force", "--ticket", ticket)
+    ran.refused(6, "1 trainer(s) were not told", "`primerl-node retire --statement`")
+    assert SecretKey.load(home / "d" / "key.pem").node_id == read_retirement(sent[0]).successor

@@ -290,6 +290,8 @@ def test_a_head_has_limits(field: str, value: object) -> None:
         ("discovery", ("x",) * 17),
         ("share_address", 1),
         ("node", bytes(31)),
+        ("name", "x" * 33),
+        ("name", 1),
     ],
 )
 def test_a_peer_record_has_limits(field: str, value: object) -> None:

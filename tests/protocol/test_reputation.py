@@ -9,6 +9,7 @@ import pytest
 from support.protocol_cases import NOW, PROOFS
 
 from primerl.protocol.audits import audit_rate
+from primerl.protocol.envelope import utc
 from primerl.protocol.errors import Reason
 from primerl.protocol.numerics import MeanBounds, NumericsClass
 from primerl.protocol.reputation import (
@@ -393,6 +394,15 @@ def test_the_first_ban_stands() -> None:
     peer = after(bad_proof=1)
     peer.observe(audits("rejected", 9), TEST)
     assert peer.banned.startswith("bad_proof")
+
+
+def test_a_proof_of_fraud_during_a_ban_with_an_end_bans_for_ever() -> None:
+    peer = after(accepted=3)
+    peer.ban("by the operator", NOW + 60)
+    assert peer.refused == f"banned until {utc(int(NOW) + 60)}: by the operator"
+    peer.record("sums", 0, Counter({Reason.BAD_PROOF: 1}), NOW)
+    assert not peer.end_ban(NOW + 1e9)
+    assert peer.refused == "banned: bad_proof: no honest software makes this"
 
 
 @pytest.mark.parametrize("reason", sorted(Reason))

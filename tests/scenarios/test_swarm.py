@@ -18,8 +18,9 @@ from support.witness import Fakes, WitnessEngine, never_right, trained_ages
 from primerl.crypto.hashing import short
 from primerl.node.app.factories import Factories
 from primerl.node.config.run import EngineConfig
-from primerl.node.errors import NetworkError, RunFailed
+from primerl.node.errors import NetworkError, NodeError, RunFailed
 from primerl.node.inference.engine import Engine
+from primerl.node.ops import control
 
 KEEP = {"keep_versions": 1000}
 """So that every head is still there at the end."""
@@ -357,3 +358,27 @@ async def test_workers_serve_the_length_of_their_run(
     assert swarm.lengths == {"default": 3000, "short": 512, "long": 3000}
     assert caplog.text.count("engine.max_model_len is 512, and a sequence") == 1
     assert caplog.text.count("engine.max_model_len is ") == 1
+
+
+# -- names and round trips ---------------------------------------------------------------------------
+
+
+async def test_a_node_is_shown_by_the_name_it_gave_itself_and_answers_a_ping_from_either_side(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=10_000) as swarm:
+        await swarm.start_trainer()
+        worker = swarm.add_worker("w1", network={"name": "anna"})
+        await swarm.wait_step(1)
+        row = await swarm.until_row(worker, lambda row: row["name"], 5.0)
+        assert row["name"] == "anna"
+        asked = [(swarm.trainer, "anna"), (worker, swarm.trainer.node_id.hex()[:8])]
+        for node, peer in asked:
+            reply = await asyncio.to_thread(
+                control.ask, node.data_dir, "ping", peer=peer, wait_s=5.0
+            )
+            assert reply["rtt_ms"] is not None
+            assert (reply["path"], reply["why"]) == ("memory", "")
+        with pytest.raises(NodeError, match="no peer is called 'bert'"):
+            await asyncio.to_thread(control.ask, worker.data_dir, "ping", peer="bert", wait_s=5.0)
+        assert (await swarm.trainer.status())["warnings"] == [], "no second session of a key"

@@ -17,7 +17,7 @@ from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease, TaskRef, prompt_digest
 from primerl.protocol.numerics import ClassBounds, NumericsClass
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, StageOffer
-from primerl.protocol.retirement import Retirement, retire
+from primerl.protocol.retirement import Retirement, Succession, retire
 from primerl.protocol.trust import EquivocationProof
 
 NOW = 1_800_000_000
@@ -176,6 +176,9 @@ RECORD = manifests.PeerRecord(
     discovery=(),
     share_address=True,
 )
+
+NAMED_RECORD = structs.replace(RECORD, name="anna")
+"""As a node with a name sends it."""
 
 HOLDING = manifests.Holding(node=WORKER.node_id, term=1, version=3, complete=True)
 
@@ -345,6 +348,8 @@ OFFER = StageOffer(
 
 TO_WORKER = WORKER.node_id
 RETIREMENT = Retirement(TO_WORKER, NOW)
+NEW_KEY = SecretKey.from_seed(bytes(31) + b"n")
+SUCCESSION = Succession(TO_WORKER, NOW)
 ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.RUN: (TRAINER, MANIFEST, bytes(32)),
     Purpose.TICKET: (TRAINER, TICKET, bytes(32)),
@@ -360,6 +365,7 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.PIPELINE: (TRAINER, PLAN, bytes(32)),
     Purpose.BOUNDS: (TRAINER, BOUNDS, bytes(32)),
     Purpose.RETIREMENT: (WORKER, RETIREMENT, bytes(32)),
+    Purpose.SUCCESSION: (NEW_KEY, SUCCESSION, bytes(32)),
 }
 """Purpose -> signer, message and recipient."""
 

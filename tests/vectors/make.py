@@ -22,6 +22,7 @@ from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose
 from primerl.protocol.leases import sample_seed
 from primerl.protocol.manifests import encode, run_id
+from primerl.protocol.retirement import retire
 from primerl.protocol.session import frame
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, WIRE_VERSION
 
@@ -83,6 +84,8 @@ def build() -> dict[str, Any]:
         "adapted_run_manifest": encode(cases.ADAPTED).hex(),
         "routed_branch": encode(cases.ROUTED_BRANCH).hex(),
         "supported_branch": encode(cases.SUPPORTED_BRANCH).hex(),
+        "named_peer_record": encode(cases.NAMED_RECORD).hex(),
+        "rotation": retire(cases.WORKER, cases.NOW, cases.NEW_KEY).hex(),
         "policy_manifest": encode(cases.POLICY_MANIFEST).hex(),
         "located_policy_manifest": encode(cases.LOCATED).hex(),
         "policy_manifest_with_earlier": encode(cases.WITH_EARLIER).hex(),

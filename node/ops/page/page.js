@@ -157,7 +157,7 @@ const worked = (row) => row.accepted + row.rejected > 0;
 const reasonsOf = (row) => Object.entries(row.reasons).sort((a, b) => b[1] - a[1]).map(([name, count]) => `${name} ${count}`).join(", ");
 const COLUMNS = [
   // name, text, sort key (smallest first), class
-  ["Peer", (row) => row.short, (row) => row.short, ""],
+  ["Peer", (row) => `${row.short} ${clean(row.name, 32)}`.trim(), (row) => row.short, ""],
   ["Role", (row) => row.role, (row) => row.role, ""],
   ["State", (row) => stateOf(row)[1], (row) => stateOf(row)[1], "state"],
   ["Path", (row) => row.path, (row) => row.path, ""],
@@ -209,7 +209,7 @@ function markSorted() {
 
 function drawPeers() {
   const words = $("filter").value.trim().toLowerCase();
-  const text = (row) => `${row.id} ${row.short} ${row.role} ${row.path} ${stateOf(row)[1]} ${reasonsOf(row)} ${row.software}`.toLowerCase();
+  const text = (row) => `${row.id} ${row.name} ${row.role} ${row.path} ${stateOf(row)[1]} ${reasonsOf(row)} ${row.software}`.toLowerCase();
   const rows = words ? figures.peers.filter((row) => text(row).includes(words)) : [...figures.peers];
   const key = COLUMNS[sorted.column][2], way = sorted.reversed ? -1 : 1;
   const keyed = rows.map((row) => [key(row), row]);
@@ -247,7 +247,7 @@ let openPeer = "";
 
 function drawPeer() {
   const row = figures.peers.find((peer) => peer.id === openPeer);
-  put($("peer-head"), row ? `Peer ${clean(row.short, 20)}` : "Peer");
+  put($("peer-head"), row ? `Peer ${clean(`${row.short} ${row.name}`, 48)}` : "Peer");
   const facts = !row ? [["", "not known here any more"]] : [
     ["Id", row.id], ["Role", row.role], ["State", stateOf(row)[1]], ["Software", row.software], ["Numerics", row.numerics],
     ...COLUMNS.slice(3).map(([name, text]) => [name, text(row)]),

@@ -625,6 +625,33 @@ async def test_jobs_of_a_validator_that_is_disqualified_are_taken_back_at_once()
         await audits.take_in(VALIDATOR.node_id, sealed(report(job)))
 
 
+async def test_a_validator_is_believed_again_when_its_ban_is_over() -> None:
+    audits = audit_queue()
+    audits.ban(VALIDATOR.node_id, "by the operator", 1_000.0)
+    audits.end_bans(999.0)
+    with refuses(Reason.BANNED):
+        await request(audits)
+    audits.end_bans(1_000.0)
+    assert isinstance((await request(audits))[0], AuditWait)
+
+
+def test_what_is_held_against_a_validator_holds_for_the_key_that_takes_its_place(
+    tmp_path: Path,
+) -> None:
+    new = bytes([7]) * 32
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        audits = audit_queue()
+        audits.keep_in(ledger)
+        audits.ban(VALIDATOR.node_id, "by the operator")
+        audits.record(VALIDATOR.node_id).note_pass(WORKER.node_id)
+        audits.succeed(VALIDATOR.node_id, new)
+        audits.succeed(WORKER.node_id, new)
+        again = audit_queue()
+        again.keep_in(ledger)
+    assert again.record(new).disqualified == "by the operator"
+    assert again.passed(new), "the trainer measures the work of the worker's new key itself, too"
+
+
 def test_records_that_cannot_be_read_are_refused_with_what_to_do(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         ledger.set(VALIDATORS, b'{"00": 1}')

@@ -167,6 +167,7 @@ class World:
             book=self.book,
             proven=_proven,
             reputations={},
+            restore={}.update,
         )
         self.demand = LeaseDemand(self.config, registry, self.buffer, self.progress)
         self.queue = FakeQueue(self.buffer, self.progress, directory)

@@ -26,7 +26,7 @@ from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
 from primerl.node.trainer.state import TaskPosition, TrainerState, positions
 from primerl.node.trainer.status_view import worker_rows
 from primerl.node.trainer.workers import ABLE_S, GONE_S, JOINING_S, PRESENT_S, WorkerRegistry
-from primerl.protocol.envelope import Purpose, unseal
+from primerl.protocol.envelope import Purpose, unseal, utc
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leases import Lease
 from primerl.protocol.messages import LeaseReply, LeaseRequest, WorkerStats
@@ -273,7 +273,8 @@ async def test_a_worker_that_is_banned_is_leased_nothing_of_any_environment(fron
 
 async def test_an_operator_bans_a_worker_until_it_is_pardoned(front: Front) -> None:
     restored = state(tasks={name: TaskPosition() for name in NAMES}).restore_reputations
-    assert front.registry.ban(A.hex(), "shares\na key") == A
+    row = front.registry.ban(A.hex(), "shares\na key")
+    assert (row.id, row.until) == (A.hex(), 0.0)
     with pytest.raises(RemoteProtocolError, match=r"banned: by the operator \(shares\?a key\)"):
         await front.ask(A, None)
     assert restored(front.ledger)[A].banned, "also when the trainer starts again"
@@ -282,6 +283,48 @@ async def test_an_operator_bans_a_worker_until_it_is_pardoned(front: Front) -> N
     assert await front.ask(A, None)
     assert (restored(front.ledger)[A].banned, restored(front.ledger)[A].accepted) == ("", 0)
     assert not front.registry.proven(A), "it is a newcomer again"
+
+
+async def test_a_ban_with_an_end_is_over_by_itself_and_leaves_the_trust_as_it_was(
+    front: Front,
+) -> None:
+    restored = state(tasks={name: TaskPosition() for name in NAMES}).restore_reputations
+    earned = front.registry.reputation(A).accepted
+    row = front.registry.ban(A.hex(), "its clock", 3 * 86400.0)
+    assert row.until - row.since == 3 * 86400.0
+    ends = utc(int(row.until))
+    with pytest.raises(RemoteProtocolError, match=rf"banned until {ends}: by the operator") as no:
+        await front.ask(A, None)
+    assert no.value.reason == Reason.BANNED
+    again = restored(front.ledger)[A]
+    assert (again.banned_until, again.accepted) == (row.until, earned), (
+        "after a restart it has the same end"
+    )
+    front.registry.end_bans(row.until - 1)
+    assert front.registry.refusal(A)
+    front.registry.reputation(A).banned_until = time.time() - 1
+    assert await front.ask(A, None), "its next request is answered with work"
+    assert front.registry.bans() == []
+    assert front.registry.reputation(A).accepted == earned, (
+        "its record is neither forgotten nor better"
+    )
+
+
+@pytest.mark.parametrize("lasts_s", [59.0, 4e8, -1.0, float("nan")])
+def test_a_ban_of_no_sensible_length_is_refused_and_changes_nothing(
+    front: Front, lasts_s: float
+) -> None:
+    with pytest.raises(UsageError, match="at least a minute"):
+        front.registry.ban(A.hex(), "", lasts_s)
+    assert not front.registry.refusal(A)
+
+
+def test_a_short_ban_by_hand_does_not_shorten_one_without_an_end(front: Front) -> None:
+    front.registry.reputation(A).record("words", 0, Counter({Reason.BAD_PROOF: 1}), time.time())
+    row = front.registry.ban(A.hex(), "for a minute", 60.0)
+    assert (row.until, row.why) == (0.0, "bad_proof: no honest software makes this")
+    front.registry.end_bans(time.time() + 1e6)
+    assert front.registry.refusal(A)
 
 
 async def test_a_pardon_lifts_the_ban_of_an_audit_too(front: Front) -> None:

@@ -150,6 +150,7 @@ class World:
             services=services,
             bounds=self.bounds,
             reputation=self.reputation,
+            present_key=lambda node: node,
             pipelines=SimpleNamespace(dissolve=None),
             workers={},
             environments=MIXED.environments,

@@ -1,0 +1,232 @@
+"""A look at a run before it is joined: what it finds, and that it leaves nothing behind."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.protocol_cases import head
+from support.swarm import Swarm
+
+from primerl.crypto.keys import SecretKey
+from primerl.node.app.outlook import Outlook, judge, sentences
+from primerl.node.app.reach import (
+    Outside,
+    ProbeLimits,
+    Reach,
+    Speed,
+    Way,
+    look,
+    nat_of,
+    pace,
+    tcp_port,
+)
+from primerl.node.config.run import EngineConfig, NetworkConfig
+from primerl.node.errors import TicketError
+from primerl.node.memory_plan.memory import Device
+from primerl.node.ops import control
+from primerl.node.p2p.transport import Transport
+from primerl.protocol.trust import AdmittedHead
+
+LONG = 100_000
+CPU = Device("cpu", 8 * 2**30)
+
+
+async def look_at(swarm: Swarm, text: str = "", **options: Any) -> Outside:
+    """Look at the run of a swarm, or by another ticket of it."""
+
+    async def transport(network: NetworkConfig, key: SecretKey, port: int) -> Transport:
+        del network, port
+        end = swarm.network.transport(key.node_id)
+        end.public = "5.9.16.7"
+        return end
+
+    network = NetworkConfig(libp2p=False)
+    return await look(text or swarm.ticket, network, transport=transport, **options)
+
+
+async def ticket_of(swarm: Swarm, **options: Any) -> str:
+    """Issue a ticket as the trainer's operator does."""
+    return (await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "ticket", **options))[
+        "ticket"
+    ]
+
+
+async def test_a_look_finds_what_the_trainer_says_and_measures_the_way(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.wait_step(3)
+        outside = await look_at(swarm)
+        reach, outlook = outside.reach, judge(outside, EngineConfig(), CPU, 1)
+        assert (reach.ticket, reach.may_join, reach.run_name) == ("valid", True, "r")
+        assert reach.udp.answers
+        assert reach.udp.rtt_ms is not None
+        assert reach.clock_ahead_s == pytest.approx(0, abs=2)
+        assert reach.download is not None
+        assert reach.upload is not None
+        assert reach.version is not None
+        assert reach.version >= 3
+        assert reach.version_bytes is not None
+        assert reach.first_bytes is not None
+        assert outside.model is not None
+        assert outside.model["model_type"] == "qwen3"
+        assert "memory" in {check.name for check in outlook.checks}
+        assert (await swarm.trainer.status())["warnings"] == []
+
+
+async def test_a_look_takes_no_seat_of_a_ticket_and_admits_nobody(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        one = await ticket_of(swarm, uses=1, label="one")
+        for _ in range(3):
+            assert (await look_at(swarm, one)).reach.may_join
+        rows = await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "tickets")
+        assert [row["admitted"] for row in rows] == [0, 0]
+        assert [row for row in await swarm.trainer.peers() if row["refused"]] == []
+        swarm.ticket = one
+        await swarm.until_row(swarm.add_worker("w1"), lambda row: row["accepted"], 30.0)
+        spent = await look_at(swarm, one)
+        assert (spent.reach.may_join, spent.manifest) == (False, None)
+        assert "has admitted the 1 node(s)" in spent.reach.ticket
+        assert spent.reach.udp.answers, "the way is known all the same"
+        assert judge(spent, EngineConfig(), CPU, 1).exit_code == TicketError.exit_code
+
+
+async def test_a_revoked_an_expired_and_a_damaged_ticket_are_told_apart(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        old = await ticket_of(swarm, label="old")
+        await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "revoke", name="old")
+        assert "revoked" in (await look_at(swarm, old)).reach.ticket
+        with pytest.raises(TicketError, match="damaged"):
+            await look_at(swarm, old[:-4])
+        await swarm.stop_trainer()
+        late = await look_at(swarm, clock=lambda: time.time() + 1e9)
+        assert (late.reach.ticket, late.reach.udp.answers) == ("expired by our clock", False)
+        assert judge(late, EngineConfig(), CPU, 1).exit_code == 6
+
+
+async def test_a_clock_that_is_off_is_measured_though_a_join_would_be_refused(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        outside = await look_at(swarm, clock=lambda: time.time() - 300)
+        assert outside.reach.clock_ahead_s == pytest.approx(-300, abs=2)
+        outlook = judge(outside, EngineConfig(), CPU, 1)
+        (clock,) = [check for check in outlook.checks if check.name == "clock"]
+        assert (clock.state, outlook.exit_code) == ("problem", 1)
+        assert clock.found.endswith("behind the trainer's, 60 s are allowed")
+
+
+async def test_what_is_fetched_to_measure_has_a_bound(tmp_path: Path, model_dir: Path) -> None:
+    async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
+        await swarm.start_trainer()
+        outside = await look_at(swarm, limits=replace(ProbeLimits(), download=16, lanes=1))
+        assert outside.reach.download is not None
+        assert outside.reach.download.nbytes < 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        ("", "not known"),
+        ("127.0.0.1:5", "none: the trainer is on this machine"),
+        ("10.0.0.7:4000", "none on the way to the trainer, in a network that they share"),
+        ("5.9.16.7:4000", "none on the way to the trainer"),
+        ("9.9.9.9:4000", "one that keeps the port; "),
+        ("9.9.9.9:61000", "one that changes the port; "),
+        ("[2001:db8::1]:4000", "one that keeps the port; "),
+    ],
+)
+def test_address_translation_is_told_as_far_as_one_observer_sees_it(seen: str, says: str) -> None:
+    own = ["10.0.0.7:4000", "5.9.16.7:4000", "https://relay.example.org"]
+    assert nat_of(seen, own).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [
+        ("/ip4/10.0.0.1/tcp/4001/p2p/12D3", ("10.0.0.1", 4001)),
+        ("/ip6/::1/tcp/1", ("::1", 1)),
+        ("/dns4/example.org/tcp/80", ("example.org", 80)),
+        ("/ip4/10.0.0.1/udp/4001/quic", None),
+        ("/ip4/10.0.0.1/tcp/70000", None),
+        ("/ip4/10.0.0.1/tcp/x", None),
+        ("nonsense", None),
+    ],
+)
+def test_a_tcp_address_is_read_from_a_multiaddr(address: str, port: tuple[str, int] | None) -> None:
+    assert tcp_port(address) == port
+
+
+def heads(*created: int) -> Sequence[AdmittedHead]:
+    return [
+        AdmittedHead(replace_created(number, when), b"", b"") for number, when in enumerate(created)
+    ]
+
+
+def replace_created(number: int, created: int) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(head(number), created=created)
+
+
+@pytest.mark.parametrize(
+    ("created", "expected"), [((), None), ((5,), None), ((5, 5), None), ((0, 30, 60), 120.0)]
+)
+def test_versions_an_hour_are_those_between_the_first_and_the_last(
+    created: tuple[int, ...], expected: float | None
+) -> None:
+    assert pace(heads(*created)) == expected
+
+
+def seen(**changes: Any) -> Outlook:
+    """Judge a run that was reached, but for `changes`."""
+    known: dict[str, Any] = {
+        "ticket": "valid",
+        "may_join": True,
+        "udp": Way(True, 12.0),
+        "clock_ahead_s": 1,
+        "versions_per_hour": 10.0,
+        "version_bytes": 1e6,
+        "first_bytes": 10_000_000,
+        "download": Speed(2_000_000, 1.0),
+    }
+    return judge(Outside(Reach("t", "r", **{**known, **changes})), EngineConfig(), CPU, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({}, 0),
+        ({"may_join": False, "ticket": "revoked"}, 3),
+        ({"udp": Way(why="no answer")}, 6),
+        ({"busy": True, "may_join": None}, 6),
+        ({"may_join": None}, 0),
+        ({"clock_ahead_s": 61}, 1),
+        ({"clock_ahead_s": -60}, 0),
+        ({"tcp": Way(why="closed")}, 0),
+    ],
+)
+def test_the_exit_code_says_whether_one_can_work(changes: dict[str, Any], code: int) -> None:
+    assert seen(**changes).exit_code == code
+
+
+def test_what_is_not_known_is_said_to_be_unknown_and_what_is_known_is_multiplied() -> None:
+    text = "\n".join(sentences(seen()))
+    assert "Rollouts an hour: not known, measured after the first lease." in text
+    assert "240.0 MB a day, for 10.0 versions an hour of 1.0 MB each" in text
+    assert "To begin: 10.0 MB to fetch, 5 s at this speed." in text
+    fewer = "\n".join(sentences(seen(versions_per_hour=None)))
+    assert "Down, a day: not known, as the run has published too few versions." in fewer
