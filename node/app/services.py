@@ -20,7 +20,7 @@ from ..p2p.discovery import Discovery
 from ..p2p.download import BlobFetcher
 from ..p2p.gossip import HoldingsAnnouncer
 from ..p2p.heads import HeadServer, HeadStore
-from ..p2p.limits import Pacer
+from ..p2p.limits import Rates
 from ..p2p.peers import PeerTable
 from ..p2p.seeds import open_seeds
 from ..p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
@@ -54,8 +54,9 @@ async def open_services(
     role: Role,
     bootstrap: tuple[str, ...] = (),
     factories: Factories,
+    rates: Rates | None = None,
 ) -> AsyncGenerator[NodeServices]:
-    """Build and start everything over the node's ledger and chunk store.
+    """Build and start everything over the node's ledger and chunk store, at the rates of its line.
 
     Raises:
         BusyError: the configured port is taken.
@@ -73,18 +74,19 @@ async def open_services(
         arrivals = ChunkArrivals()
         trusted = TrustedRun(run_id, trainer, read_committed(ledger))
         heads = HeadStore(trusted, ledger)
-        rate = config.network.max_upload_mbps * 1e6 / 8
-        blobs = BlobServer(store, arrivals, Pacer(rate))
+        rates = rates or Rates(config.limits.upload, config.limits.download)
+        blobs = BlobServer(store, arrivals, rates.up)
         network = config.network
         seeds = await cleanup.enter_async_context(
-            open_seeds(network.seeds, authority=network.seed_ca)
+            open_seeds(network.seeds, authority=network.seed_ca, pacer=rates.down)
         )
-        paths: TcpChunks | None = None
+        tcp: tuple[TcpChunks, TcpChunkServer] | None = None
         if discovery is not None:
-            paths = TcpChunks(discovery, peers, bootstrap=bootstrap, trainer=trainer)
-            await cleanup.enter_async_context(
-                serving(TcpChunkServer(discovery, peers, blobs.handle))
+            paths = TcpChunks(
+                discovery, peers, bootstrap=bootstrap, trainer=trainer, pacer=rates.down
             )
+            tcp = paths, TcpChunkServer(discovery, peers, blobs.handle)
+            await cleanup.enter_async_context(serving(tcp[1]))
         yield NodeServices(
             key=key,
             run_id=run_id,
@@ -98,12 +100,22 @@ async def open_services(
             links=links,
             arrivals=arrivals,
             blobs=blobs,
-            fetcher=BlobFetcher(links, peers, store, arrivals, seeds=seeds, paths=paths),
+            fetcher=BlobFetcher(
+                links,
+                peers,
+                store,
+                arrivals,
+                seeds=seeds,
+                paths=tcp[0] if tcp else None,
+                pacer=rates.down,
+            ),
             heads=heads,
             head_server=HeadServer(heads),
             discovery=discovery,
             holdings=HoldingsAnnouncer(key, run_id),
             fraud=asyncio.Queue(16),
+            rates=rates,
+            tcp=tcp,
         )
 
 

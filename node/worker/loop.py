@@ -345,8 +345,15 @@ class InferenceRole:
             self._room.set()
 
     async def _upload(self, sealed: bytes, lease_id: int) -> bytes:
-        trainer = self._run.trainer
-        return await upload(self._services.links, trainer, sealed, lease_id, deadline=ASK_TIMEOUT_S)
+        services = self._services
+        return await upload(
+            services.links,
+            self._run.trainer,
+            sealed,
+            lease_id,
+            deadline=ASK_TIMEOUT_S,
+            pacer=services.rates.up,
+        )
 
     # -- the work of a lease ---------------------------------------------------------------------
 
