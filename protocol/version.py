@@ -18,7 +18,7 @@ top_k, and end replies by strings; a key that is in use on another connection, o
 refused for a reason of its own, and a retirement is a signed fact; an inference server is a role of its own; an
 environment's variables of the chat template may name the date that it writes, and its options what later turns
 are shown of earlier reasoning; rollouts under top_p or top_k state the tokens that these left, and logprobs
-over them; measurements of audits have signed means.
+over them; measurements of audits have signed means; a worker says that it is paused, and why.
 """
 
 # The numbers in these names stay: endpoints that share no ALPN cannot talk at all, and a hello of another wire

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,13 @@ from ...protocol.messages import (
 )
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WIRE_VERSION
-from ..config.run import JoinConfig
+from ..config.run import JoinConfig, NodeConfig
 from ..errors import (
     BusyError,
     NetworkError,
     NodeError,
     RunFailed,
+    StorageError,
     TicketError,
     UsageError,
     first_cause,
@@ -45,7 +46,10 @@ from ..errors import (
 from ..inference.engine import Engine
 from ..inference.numerics import check_exact, check_kept, check_quantization, check_routes
 from ..models import base_weights
+from ..ops.control import Command
 from ..ops.figures import PeerRow, Status
+from ..ops.limits import HomeLimits
+from ..ops.machine import OtherPrograms
 from ..ops.monitors import MonitoredRun, WandbMonitor, group_of
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
@@ -76,6 +80,7 @@ LEAST_SILENCE_S = 60.0
 RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
+LIMITS_EVERY_S = 5.0
 MONITORED_EVERY_S = 30.0
 PUBLIC_OF_NODE = {
     "engine": {"type", "dtype", "device", "tp", "pp", "dp", "max_batch", "max_model_len"}
@@ -141,6 +146,7 @@ class PeerNode(Node):
         """Files that are being fetched before the first version, and why they do not come; else empty."""
         self.farewell = ""
         """Why this node left, once the run has ended."""
+        self.limits = HomeLimits(config.limits, data_dir, time.time(), fsync=config.fsync)
 
     async def run(self) -> None:
         """Join and work until the run ends. Raises TicketError, NodeError; RunFailed where the run failed."""
@@ -150,7 +156,9 @@ class PeerNode(Node):
         ledger = self._factories.ledger(directory / "ledger.db", fsync=self.config.fsync)
         try:
             await self.serve(
-                lambda: self._work(ticket, ledger, directory), {}, ticket.run.hex()[:16]
+                lambda: self._work(ticket, ledger, directory),
+                self._commands(),
+                ticket.run.hex()[:16],
             )
         finally:
             ledger.close()
@@ -158,6 +166,12 @@ class PeerNode(Node):
     async def _take_part(self, joined: JoinedRun) -> None:
         """Do the role's work until the run ends."""
         raise NotImplementedError
+
+    def _commands(self) -> Mapping[str, Command]:
+        """Return what its owner may tell it, beside what every node is told."""
+        if self.role == "server":
+            return {}
+        return {"pause": self._pause, "resume": self._resume}
 
     def _pipelines(self, services: NodeServices) -> Handler:
         """Return the handler of pipeline streams."""
@@ -174,6 +188,7 @@ class PeerNode(Node):
             role=self._peer_role,
             bootstrap=ticket.discovery,
             factories=self._factories,
+            rates=self.rates,
         ) as services:
             self._services = services
             services.peers.hint(ticket.trainer, ticket.addresses)
@@ -186,6 +201,7 @@ class PeerNode(Node):
                     ),
                     tasks.create_task(services.watch_fraud()),
                     tasks.create_task(services.watch_key()),
+                    tasks.create_task(self._keep_limits(services)),
                 ]
                 gossip = services.gossip()
                 if gossip is not None:
@@ -313,6 +329,8 @@ class PeerNode(Node):
         """Fetch the base of _find_base(), from other workers where they have it, and write it."""
         if not chunks:
             return
+        while self.limits.why:
+            await services.heads.wait(lambda: not self.limits.why, LOOK_S)
         await upstreams.ask()
         with _joinable():
             await self._bring(
@@ -474,6 +492,7 @@ class PeerNode(Node):
             goal=goal,
             on_policy=on_policy,
             ready=ready,
+            held=lambda: bool(self.limits.why) and not self._held(),
         )
         return self._weights
 
@@ -580,10 +599,70 @@ class PeerNode(Node):
             return  # it never let us in, is not there, or knows
         await services.say_goodbye(printable(one_line(cause), MAX_NAME))
 
+    # -- limits of its owner -------------------------------------------------------------------------
+
+    async def _keep_limits(self, services: NodeServices) -> None:
+        """Decide anew every few seconds whether this node is paused; count what it sends and receives."""
+        limits, others, lines = self.limits, OtherPrograms(), LogBackoff()
+        try:
+            while True:
+                use = await others.look() if limits.watches_others else None
+                now = time.time()
+                limits.look(now, services.traffic(), use)
+                await self._apply_limits()
+                if limits.is_due(now):
+                    try:
+                        await asyncio.to_thread(limits.save, now)
+                    except StorageError as error:
+                        if lines.due():
+                            logger.warning("the month's bytes are not kept: %s", error)
+                await asyncio.sleep(LIMITS_EVERY_S)
+        finally:
+            with suppress(StorageError):
+                limits.save(time.time())
+
+    async def _apply_limits(self) -> None:
+        """Serve chunks or not, and let those that wait for a change look."""
+        if self._services is not None:
+            self._services.blobs.closed = not self.limits.serves
+            await self._services.heads.wake()
+
+    async def _pause(self, seconds: float | None = None, now: bool = False) -> dict[str, object]:
+        """Pause this node, for so many seconds or until it is resumed; `now` hands its work back."""
+        await asyncio.to_thread(self.limits.pause, seconds, time.time())
+        await self._apply_limits()
+        held = self._hand_back() if now else self._held()
+        return {"paused": self.limits.text(time.time()), "held": held, "handed_back": now}
+
+    async def _resume(self) -> dict[str, object]:
+        """End a pause of its owner; what else pauses it, stays."""
+        await asyncio.to_thread(self.limits.resume, time.time())
+        await self._apply_limits()
+        return {"paused": self.limits.text(time.time())}
+
+    def _held(self) -> int:
+        """Count what this node works on and finishes when it is paused."""
+        return 0
+
+    def _hand_back(self) -> int:
+        """Give what it works on back; return how much that was."""
+        return 0
+
+    def _limit(self, config: NodeConfig) -> None:
+        super()._limit(config)
+        if isinstance(config, JoinConfig):
+            self.limits.configure(config.limits, time.time())
+
     # -- what the operator sees ----------------------------------------------------------------------
 
     def _waits_for(self) -> str:
         """Describe what this node waits for, in peers' words too; empty while it works."""
+        if self.limits.why:
+            held = self._held()
+            return (
+                f"paused: {self.limits.text(time.time())}"
+                + f"; {held} leases are finished" * bool(held)
+            )
         return (
             self._fetching or self._obstacle or (self._weights.waits_for if self._weights else "")
         )
@@ -596,6 +675,8 @@ class PeerNode(Node):
             return status
         show_network(status, services)
         status.run_name = self._name
+        if self.role != "server":
+            status.limits = self.limits.row(time.time())
         status.newest_version = services.heads.order()[1]
         if weights is not None:
             if weights.version < 0 and self.phase == "running":
@@ -604,6 +685,8 @@ class PeerNode(Node):
             status.chunk_bytes_by_source = services.fetcher.by_source(services.trainer)
             if weights.version >= 0:
                 status.detail = f"state {short(weights.state_digest)}"
+        if self.limits.why and self.phase == "running":
+            status.phase = "paused"
         return status
 
     async def peers(self) -> list[PeerRow]:

@@ -65,7 +65,7 @@ _CHUNKS = r"chunks/([0-9a-f]{2}/[0-9a-f]{2}/([0-9a-f]{64}|\.tmp-[0-9a-f]{16})|\.
 _LEDGER = rf"ledger\.(db{_DATABASE}|lock)"
 _NODE = "|".join(
     (
-        r"key\.pem|control\.sock|stage\.sock|\.?(allowed_environments|last_status)\.json(\.partial)?",
+        r"key\.pem|control\.sock|stage\.sock|\.?(allowed_environments|last_status|limits)\.json(\.partial)?",
         rf"\.?join\.toml(\.partial)?|{_LEDGER}|{_CHUNKS}|model/\.?{_MODEL}(\.partial)?|{_LOG}|{_WANDB}",
         rf"runs/[0-9a-f]{{16}}/({_LEDGER}|{_CHUNKS}|[\w.-]+/.+|[\w.-]+\.(json|sock))",
     )

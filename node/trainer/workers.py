@@ -101,6 +101,8 @@ class WorkerState:
     """Numerics class that it claims; None if it claims none."""
     playable: frozenset[int] = frozenset()
     """Environments of the run that it says it can play, by index; empty before its first lease request."""
+    paused: str = ""
+    """Why its owner lets it work on nothing for now; empty while it works."""
     left: bool = False
     """Whether it said goodbye, and no hello or lease request since; its waiting request gets no lease."""
     failure: str = ""
@@ -426,6 +428,12 @@ class WorkerRegistry:
                 # it can play environments that others cannot: that counts at once
                 self._able_at = -math.inf
 
+    def note_paused(self, worker: WorkerState, why: str) -> None:
+        """Record that a worker's owner paused it, in its words; empty: that it works."""
+        if worker.paused != why:
+            worker.paused = why
+            self._able_at = self._present_at = self._sources_at = -math.inf
+
     def able(self, age_s: float = ABLE_S) -> Counter[int]:
         """Count the present workers by the environments that they are leased, at most `age_s` ago."""
         now = self.clock()
@@ -434,7 +442,10 @@ class WorkerRegistry:
             self._able = Counter(
                 number
                 for node, worker in self.workers.items()
-                if not worker.left and worker.heard >= now - GONE_S and not self.refusal(node)
+                if not worker.left
+                and not worker.paused
+                and worker.heard >= now - GONE_S
+                and not self.refusal(node)
                 for number in self.leasable(node)
             )
         return self._able
@@ -537,10 +548,11 @@ class WorkerRegistry:
         return record is None or record.role == "inference"
 
     def present(self) -> int:
-        """Count the members that were heard within PRESENT_S, at most ABLE_S ago."""
+        """Count the members that were heard within PRESENT_S and are not paused, at most ABLE_S ago."""
         now = self.clock()
         if now - self._present_at >= ABLE_S:
-            self._present_at, self._present = now, len(self.members(PRESENT_S))
+            working = (not self.workers[node].paused for node in self.members(PRESENT_S))
+            self._present_at, self._present = now, sum(working)
         return self._present
 
     @property
@@ -772,7 +784,8 @@ class WorkerRegistry:
         """Return the workers that others can fetch from, by rank; only some of the newcomers."""
         holders: list[ChunkHolder] = []
         for node, worker in self.workers.items():
-            if now - worker.asked >= ALIVE_S or worker.stats.version < 0 or self.refusal(node):
+            silent = now - worker.asked >= ALIVE_S or worker.paused
+            if silent or worker.stats.version < 0 or self.refusal(node):
                 continue
             row = self.services.peers.get(node)
             if row.record is not None and row.record.share_address:

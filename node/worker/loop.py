@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from ...protocol.envelope import Purpose
@@ -36,6 +37,7 @@ from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.uploads import upload
 from ..p2p.waiting import LogBackoff
+from ..weights.chain import NOTHING
 from .pipelined_engine import PipelinedEngine
 from .rollouts import AdmissionControl, GenerationClock, LeaseResult, RolloutGenerator
 from .upload import UploadQueue
@@ -59,6 +61,17 @@ STALLED_S = 60.0
 STALLED = 4.0
 """Seconds, and factor of a lease's usual time, without a token or the end of a rollout, after which the leases
 are handed back: the engine hangs, and others can do the work meanwhile."""
+
+
+async def stay_paused(services: NodeServices, paused: Callable[[], str]) -> None:
+    """Give signs of life before there is an engine, as long as `paused` says why; return when it is empty."""
+    while (why := paused()) and not services.heads.ended:
+        request = LeaseRequest(0, WorkerStats(-1), paused=why)
+        try:
+            await services.ask_trainer(request, LeaseReply, deadline=ASK_TIMEOUT_S)
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.debug("the trainer does not hear that this node is paused: %s", error)
+        await services.heads.wait(lambda: not paused(), HEARTBEAT_S)
 
 
 class EngineProgress:
@@ -108,8 +121,10 @@ class InferenceRole:
         environments: dict[int, Environment],
         verdicts: VerdictLog,
         leases: int = 0,
+        paused: Callable[[], str] = lambda: "",
     ) -> None:
-        """`leases`: most leases to hold at a time; 0 holds enough to keep the engine busy.
+        """`leases`: most leases to hold at a time; 0 holds enough to keep the engine busy. `paused`: why this
+        node takes no lease; empty while it may.
 
         `environments` are those available here, by their index in the run; one that is given up while others
         work is removed.
@@ -124,6 +139,11 @@ class InferenceRole:
         """Numerics class of this node, sent in runs that measure bounds for each class."""
         self.verdicts = verdicts
         self._max_leases = leases
+        self._paused = paused
+        self._told = ""
+        """What the trainer knows of paused()."""
+        self._catch_up = (0, NOTHING)
+        """(epoch, version) to hold before a lease is asked for: the newest one at the end of a pause."""
         self._environments = environments
         concurrency = Concurrency(
             max_batch=config.max_batch * config.replicas,
@@ -228,7 +248,10 @@ class InferenceRole:
                 now = time.monotonic()
                 if why := fault or self._progress.stalled(stats.generated_tokens, now):
                     self._give_up(why)
-            wanted = 0 if fault else self._wanted()
+            if paused := self._paused():
+                self._catch_up = self._book.order()
+            waits = fault or paused or self._weights.order < self._catch_up
+            wanted = 0 if waits else self._wanted()
             if not wanted and not self._has_news():
                 self._room.clear()
                 with suppress(TimeoutError):
@@ -282,7 +305,8 @@ class InferenceRole:
     def _has_news(self) -> bool:
         """Return whether to send a request although no lease is wanted."""
         waited = time.monotonic() - self._asked
-        return self._given_up or (self._weights.version >= 0 and waited >= HEARTBEAT_S)
+        news = self._given_up or self._told != self._paused()
+        return news or (self._weights.version >= 0 and waited >= HEARTBEAT_S)
 
     async def _rest(self, seconds: float) -> None:
         """Sleep for `seconds` or until the run ends."""
@@ -293,13 +317,15 @@ class InferenceRole:
 
     async def _ask_leases(self, wanted: int) -> LeaseReply:
         self._asked, self._given_up = time.monotonic(), False
+        paused = self._paused()
         working, generating = self._clock.read(time.monotonic())
         stats = WorkerStats(self._weights.version, working, generating, self.chunk_sources())
         reply = await self._services.ask_trainer(
-            LeaseRequest(wanted, stats, self._holding(), self._numerics, self._playable()),
+            LeaseRequest(wanted, stats, self._holding(), self._numerics, self._playable(), paused),
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
         )
+        self._told = paused
         self._weights.upstreams.learn(reply.upstreams, reply.downstreams)
         for sealed in reply.verdicts:
             await self.verdicts.take(sealed)
@@ -394,8 +420,14 @@ class InferenceRole:
             with self._clock.generating():
                 return await self._generator.play(lease)
 
+    def hand_back(self, why: str) -> int:
+        """Abandon all leases, so that other workers get them; return how many that are."""
+        leases = len(self._working)
+        if leases:
+            self._give_up(why)
+        return leases
+
     def _give_up(self, fault: str) -> None:
-        """Abandon all leases because no engine works, so that other workers get them."""
         logger.warning("%d lease(s) are abandoned: %s", len(self._working), fault)
         self._given_up = True
         for task in self._working.values():
