@@ -648,10 +648,11 @@ class PeerNode(Node):
         """Give what it works on back; return how much that was."""
         return 0
 
-    def _limit(self, config: NodeConfig) -> None:
-        super()._limit(config)
+    async def _limit(self, config: NodeConfig) -> None:
+        await super()._limit(config)
         if isinstance(config, JoinConfig):
             self.limits.configure(config.limits, time.time())
+            await self._apply_limits()
 
     # -- what the operator sees ----------------------------------------------------------------------
 

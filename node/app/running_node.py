@@ -94,7 +94,7 @@ class Node:
     async def _status(self) -> Status:
         return self.base_status()
 
-    def _limit(self, config: NodeConfig) -> None:
+    async def _limit(self, config: NodeConfig) -> None:
         """Take the limits of `config` from now on."""
         self.rates.set(config.limits.upload, config.limits.download)
 
@@ -107,7 +107,7 @@ class Node:
         if self.source is None:
             raise UsageError("this node was started without a config that could be read again")
         changes = await asyncio.to_thread(self.source.reread)
-        self._limit(changes.config)
+        await self._limit(changes.config)
         set_level(changes.config.log)
         if changes.applied:
             logger.info("the config was read again: %s", ", ".join(changes.applied))

@@ -3,6 +3,7 @@
 Only limits and the level of the log change while a node runs; everything else stays as it was at the start.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -42,7 +43,7 @@ class ConfigSource:
         self.applied = self.applied.model_copy(update={"limits": fresh.limits, "log": log})
         return Changes(
             self.applied,
-            [f"{key} = {after.get(key)}" for key in applied],
+            [f"{key} = {json.dumps(after.get(key))}" for key in applied],
             [key for key in changed if key not in applied],
         )
 

@@ -18,6 +18,8 @@ from .figures import MachineRow
 
 SAME_S = 10.0
 """Age up to which a reading is given again."""
+NOT_BUSY = ("idle", "iowait", "steal", "guest")
+"""Times of processors in which no program of this machine computes; a guest's are in those of users, too."""
 LATE_SAMPLES_S = 2.0
 """Age beyond the last reading of what the driver measured: it measures every second or so."""
 
@@ -115,9 +117,7 @@ class OtherPrograms:
         import psutil
 
         now, times, (own, _) = time.monotonic(), psutil.cpu_times(), _own_processes()
-        busy = (
-            sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
-        )
+        busy = sum(times) - sum(getattr(times, name, 0.0) for name in NOT_BUSY)
         known, elapsed = self._own, max(now - self._at, 0.001)
         used = 0.0
         if known is not None:
