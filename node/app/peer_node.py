@@ -67,7 +67,7 @@ from . import rundir
 from .factories import Factories, sandboxed
 from .page_queries import PageQueries
 from .running_node import Node
-from .services import open_services, open_store
+from .services import drop_other_runs, open_services, open_store
 from .tickets import remember, run_directory, usable_ticket
 
 T = TypeVar("T")
@@ -178,6 +178,7 @@ class PeerNode(Node):
         return no_pipelines
 
     async def _work(self, ticket: Ticket, ledger: Ledger, directory: Path) -> None:
+        await asyncio.to_thread(drop_other_runs, directory)
         async with open_services(
             self._config,
             self.key,

@@ -5,6 +5,7 @@ Opened and closed as one; closing goes in reverse and never raises.
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,13 +27,17 @@ from ..p2p.seeds import open_seeds
 from ..p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
 from ..p2p.services import NodeServices
 from ..p2p.transport import AddressInUse, Transport
+from ..removal import remove_tree
 from ..storage.chunk_store import CHUNKS, FileStore
 from ..storage.ledger import Ledger
+from ..storage.run_files import fetched_for_run
 from ..worker.weight_sync import read_committed
 from .factories import Factories
 
 logger = logging.getLogger(__name__)
 
+RUN = re.compile("[0-9a-f]{16}")
+"""Name of the directory of a run that was joined."""
 PORT, LIBP2P_PORT = "port", "libp2p_port"
 
 
@@ -40,6 +45,20 @@ def open_store(config: NodeConfig, directory: Path) -> FileStore:
     """Open the chunk store of a node, below `directory`."""
     limit = int(config.weights.max_disk_gib * 2**30)
     return FileStore(directory / CHUNKS, max_bytes=limit, fsync=config.fsync)
+
+
+def drop_other_runs(directory: Path) -> None:
+    """Remove what was fetched for other runs than that of `directory`, runs/ID: they can be joined again.
+
+    Their ledgers stay. What cannot be removed is logged.
+    """
+    for other in directory.parent.iterdir():
+        if other == directory or not RUN.fullmatch(other.name) or other.is_symlink():
+            continue
+        try:
+            remove_tree(other, fetched_for_run, keep_root=True)
+        except OSError as error:
+            logger.warning("files of an earlier run stay in %s: %s", other, error)
 
 
 @asynccontextmanager
