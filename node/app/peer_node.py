@@ -192,6 +192,7 @@ class PeerNode(Node):
             rates=self.rates,
         ) as services:
             self._services = services
+            services.paused = lambda: self.limits.why
             services.peers.hint(ticket.trainer, ticket.addresses)
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -619,6 +620,7 @@ class PeerNode(Node):
                             logger.warning("the month's bytes are not kept: %s", error)
                 await asyncio.sleep(LIMITS_EVERY_S)
         finally:
+            limits.look(time.time(), services.traffic())
             with suppress(StorageError):
                 limits.save(time.time())
 

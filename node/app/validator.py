@@ -37,7 +37,7 @@ class ValidatorNode(PeerNode):
         auditor = LocalAudits(self._factories.auditor(engine, AUDIT_TIMEOUT_S))
         cache = StateCache(held_versions(run.limits.max_off_policy_steps))
         sync = self._make_weights(joined, cache, cache.put)
-        role = ValidatorRole(joined.services, run, sync, cache, auditor, lambda: self.limits.why)
+        role = ValidatorRole(joined.services, run, sync, cache, auditor)
         if kind == "vllm":
             role.jobs_at_once = VLLM_JOBS
 

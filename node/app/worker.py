@@ -95,7 +95,7 @@ class WorkerNode(PeerNode):
 
         async def work() -> None:
             # an engine takes the GPU
-            await stay_paused(joined.services, lambda: self.limits.why)
+            await stay_paused(joined.services)
             await self.infer(joined, engine, config, everything)
 
         await self._follow_while(joined, work)
@@ -237,7 +237,6 @@ class WorkerNode(PeerNode):
             self._environments,
             self._verdicts,
             self._config.leases,
-            lambda: self.limits.why,
         )
 
     def _held(self) -> int:

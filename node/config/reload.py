@@ -14,7 +14,7 @@ APPLIED = ("limits", "log.level")
 """Keys and sections that change while a node runs."""
 
 
-class Changes(NamedTuple):
+class ConfigChanges(NamedTuple):
     """What a config that was read again changes."""
 
     config: NodeConfig
@@ -33,7 +33,7 @@ class ConfigSource:
     applied: NodeConfig
     """The config that is in force."""
 
-    def reread(self) -> Changes:
+    def reread(self) -> ConfigChanges:
         """Read them again, and take what may change. Raises UsageError."""
         fresh = self.read()
         before, after = dict(_leaves(self.applied.model_dump())), dict(_leaves(fresh.model_dump()))
@@ -41,7 +41,7 @@ class ConfigSource:
         applied = [key for key in changed if _may_change(key)]
         log = self.applied.log.model_copy(update={"level": fresh.log.level})
         self.applied = self.applied.model_copy(update={"limits": fresh.limits, "log": log})
-        return Changes(
+        return ConfigChanges(
             self.applied,
             [f"{key} = {json.dumps(after.get(key))}" for key in applied],
             [key for key in changed if key not in applied],

@@ -627,7 +627,7 @@ class JoinConfig(NodeConfig):
     """The join ticket that the trainer printed, or a file or an https link that holds it."""
     leases: Annotated[int, Field(ge=0)] = 0
     """Most leases to hold at a time; 0: enough to keep the engine busy, and one in reserve."""
-    limits: LimitsConfig = LimitsConfig()
+    limits: LimitsConfig = LimitsConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     environments: AllowedConfig = AllowedConfig()
     sandbox: WorkerSandboxConfig = WorkerSandboxConfig()
     monitors: MonitorsConfig = MonitorsConfig()

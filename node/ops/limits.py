@@ -73,7 +73,7 @@ OWNER, MONTH, HOURS = "by its owner", "the month's bytes are used", "outside its
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Kept(msgspec.Struct, forbid_unknown_fields=True):
+class KeptLimits(msgspec.Struct, forbid_unknown_fields=True):
     """What limits.json holds."""
 
     month: Annotated[str, msgspec.Meta(pattern=r"^\d{4}-(0[1-9]|1[0-2])$")]
@@ -115,12 +115,12 @@ class HomeLimits:
         """Why it is paused, in words that its trainer may read; empty while it works."""
         self.configure(config, now)
 
-    def _read(self, now: float) -> Kept:
+    def _read(self, now: float) -> KeptLimits:
         try:
             with self._path.open("rb") as file:
-                return msgspec.json.decode(file.read(MAX_FILE), type=Kept)
+                return msgspec.json.decode(file.read(MAX_FILE), type=KeptLimits)
         except FileNotFoundError:
-            return Kept(self._month(now))
+            return KeptLimits(self._month(now))
         except BAD_FILE as error:
             raise StorageError(
                 f"{self._path} cannot be read ({error}): remove it, and this month's bytes count from zero"

@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -98,6 +99,8 @@ class NodeServices:
     )
     left: bool = False
     """Whether this node has said goodbye."""
+    paused: Callable[[], str] = lambda: ""
+    """Returns why its owner lets it work on nothing for now; empty while it works."""
     keep_chunks: set[bytes] = field(default_factory=set[bytes])
     """Chunks that are not weights and are never collected: model files, manifests."""
 

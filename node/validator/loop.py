@@ -7,7 +7,7 @@ weights are those of signed heads. It reports measurements; the trainer judges.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import isnan
 from pathlib import Path
@@ -144,13 +144,8 @@ class ValidatorRole:
         sync: WeightSync,
         cache: StateCache,
         auditor: Auditor,
-        paused: Callable[[], str] = lambda: "",
     ) -> None:
-        """Take the node's parts; `sync` follows the policy into `cache` during run().
-
-        `paused`: why no audit is asked for; empty while it may be.
-        """
-        self._paused = paused
+        """Take the node's parts; `sync` follows the policy into `cache` during run()."""
         self._services = services
         self._heads = services.heads
         self._run = run
@@ -194,9 +189,9 @@ class ValidatorRole:
             if len(self._jobs) >= self.jobs_at_once:
                 await asyncio.wait(self._jobs, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 continue
-            if why := self._paused():
+            if why := self._services.paused():
                 self._obstacle = f"paused: {why}"
-                await self._heads.wait(lambda: not self._paused(), 1.0)
+                await self._heads.wait(lambda: not self._services.paused(), 1.0)
                 continue
             if not await self._sync.wait_order((0, 0), 1.0):
                 self._obstacle = self._sync.waits_for

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from ...protocol.envelope import Purpose
@@ -63,15 +62,15 @@ STALLED = 4.0
 are handed back: the engine hangs, and others can do the work meanwhile."""
 
 
-async def stay_paused(services: NodeServices, paused: Callable[[], str]) -> None:
-    """Give signs of life before there is an engine, as long as `paused` says why; return when it is empty."""
-    while (why := paused()) and not services.heads.ended:
+async def stay_paused(services: NodeServices) -> None:
+    """Give signs of life before there is an engine, as long as this node is paused."""
+    while (why := services.paused()) and not services.heads.ended:
         request = LeaseRequest(0, WorkerStats(-1), paused=why)
         try:
             await services.ask_trainer(request, LeaseReply, deadline=ASK_TIMEOUT_S)
         except (TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("the trainer does not hear that this node is paused: %s", error)
-        await services.heads.wait(lambda: not paused(), HEARTBEAT_S)
+        await services.heads.wait(lambda: not services.paused(), HEARTBEAT_S)
 
 
 class EngineProgress:
@@ -121,10 +120,8 @@ class InferenceRole:
         environments: dict[int, Environment],
         verdicts: VerdictLog,
         leases: int = 0,
-        paused: Callable[[], str] = lambda: "",
     ) -> None:
-        """`leases`: most leases to hold at a time; 0 holds enough to keep the engine busy. `paused`: why this
-        node takes no lease; empty while it may.
+        """`leases`: most leases to hold at a time; 0 holds enough to keep the engine busy.
 
         `environments` are those available here, by their index in the run; one that is given up while others
         work is removed.
@@ -139,9 +136,8 @@ class InferenceRole:
         """Numerics class of this node, sent in runs that measure bounds for each class."""
         self.verdicts = verdicts
         self._max_leases = leases
-        self._paused = paused
         self._told = ""
-        """What the trainer knows of paused()."""
+        """What the trainer knows of services.paused()."""
         self._catch_up = (0, NOTHING)
         """(epoch, version) to hold before a lease is asked for: the newest one at the end of a pause."""
         self._environments = environments
@@ -248,7 +244,7 @@ class InferenceRole:
                 now = time.monotonic()
                 if why := fault or self._progress.stalled(stats.generated_tokens, now):
                     self._give_up(why)
-            if paused := self._paused():
+            if paused := self._services.paused():
                 self._catch_up = self._book.order()
             waits = fault or paused or self._weights.order < self._catch_up
             wanted = 0 if waits else self._wanted()
@@ -305,7 +301,7 @@ class InferenceRole:
     def _has_news(self) -> bool:
         """Return whether to send a request although no lease is wanted."""
         waited = time.monotonic() - self._asked
-        news = self._given_up or self._told != self._paused()
+        news = self._given_up or self._told != self._services.paused()
         return news or (self._weights.version >= 0 and waited >= HEARTBEAT_S)
 
     async def _rest(self, seconds: float) -> None:
@@ -317,7 +313,7 @@ class InferenceRole:
 
     async def _ask_leases(self, wanted: int) -> LeaseReply:
         self._asked, self._given_up = time.monotonic(), False
-        paused = self._paused()
+        paused = self._services.paused()
         working, generating = self._clock.read(time.monotonic())
         stats = WorkerStats(self._weights.version, working, generating, self.chunk_sources())
         reply = await self._services.ask_trainer(
