@@ -19,7 +19,17 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, TypeVar, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TextIO,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+)
 
 import typer
 import typer.core
@@ -35,6 +45,7 @@ if TYPE_CHECKING:
     from pydantic_config import BaseConfig
 
     from ..node.config.evaluation import EvalConfig
+    from ..node.config.reload import ConfigSource
     from ..node.config.run import NodeConfig, RunConfig
     from ..node.config.serving import ApiConfig
     from ..node.config.sft import SftConfig
@@ -102,6 +113,13 @@ def read_config(cls: type[Config], args: Sequence[str]) -> Config:
     from ..node.config.loader import load
 
     return load(cls, args, os.environ)
+
+
+def config_source(cls: type[Config], args: Sequence[str], config: Config) -> "ConfigSource":
+    """Remember where `config` is from, for `primerl-node reload`."""
+    from ..node.config.reload import ConfigSource
+
+    return ConfigSource(lambda: cast(Any, read_config(cls, args)), cast(Any, config))
 
 
 def show_config(config: "BaseConfig", *, as_json: bool, notes: Sequence[str] = ()) -> None:
@@ -298,27 +316,35 @@ def nodes_here() -> "list[RunningEntry]":
     return entries
 
 
-def choose_node(data_dir: Path | None, *, ask: bool) -> Path:
-    """Find the data directory of the node to end: the one that runs here, else the one that the user chooses.
+def choose_node(
+    data_dir: Path | None, *, ask: bool, verb: str = "stop", roles: Sequence[str] = ()
+) -> Path:
+    """Find the data directory of the node to `verb`: the one that runs here, else the one that the user
+    chooses.
 
-    The nodes that `rl` started for a run are one choice, their trainer: they end with it. Raises NetworkError,
-    and UsageError where several run and there is nobody to ask.
+    The nodes that `rl` started for a run are one choice, their trainer: they end with it. With `roles` any node
+    of these may be chosen. Raises NetworkError, and UsageError where several run and there is nobody to ask.
     """
     if data_dir is not None:
         return given_node(data_dir)
-    choices = _runs(nodes_here())
+    entries = nodes_here()
+    choices = [entry for entry in entries if entry.role in roles] if roles else _runs(entries)
+    if not choices:
+        raise UsageError(
+            f"no node that runs here can {verb}: it is for {' and '.join(roles)} nodes"
+        )
     if len(choices) == 1:
         return Path(choices[0].data_dir)
     if not (ask and sys.stdin.isatty() and sys.stdout.isatty()):
         named = " or ".join(f"--data-dir {shlex.quote(entry.data_dir)}" for entry in choices)
-        raise UsageError(f"{len(choices)} nodes run here, say which one to stop: {named}")
+        raise UsageError(f"{len(choices)} nodes run here, say which one to {verb}: {named}")
     for number, entry in enumerate(choices, 1):
         typer.echo(f"{number}  {entry.role:<10} {_shortened(Path(entry.data_dir))}  {entry.run}")
     answer = typer.prompt(
-        f"which one to stop, 1 to {len(choices)} (nothing: none)", default="", show_default=False
+        f"which one to {verb}, 1 to {len(choices)} (nothing: none)", default="", show_default=False
     )
     if answer.strip() not in map(str, range(1, len(choices) + 1)):
-        raise UsageError("no node was chosen, so none is stopped")
+        raise UsageError("no node was chosen: nothing was done")
     return Path(choices[int(answer) - 1].data_dir)
 
 
@@ -470,7 +496,7 @@ FREQUENT = {
     "rl": "name max_steps seed model.name environment.id training.lr launch.workers engine.type resume clean",
     "train": "name max_steps seed model.name environment.id training.lr rollouts.group_size network.port "
     "resume clean",
-    "join": "engine.type engine.device network.max_upload_mbps weights.max_disk_gib leases",
+    "join": "engine.type engine.device limits.hours limits.when limits.upload weights.max_disk_gib leases",
     "judge": "name model.name engine.type engine.dtype max_tokens api.port network.port",
     "sft": "name model.name data.files training.lr training.seq_len max_steps resume clean",
     "eval": "name models environments engine.type",

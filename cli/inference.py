@@ -13,6 +13,7 @@ from .command import (
     arguments,
     check_engine,
     check_free,
+    config_source,
     parallel,
     read_config,
     run_to_end,
@@ -56,7 +57,9 @@ def run(
     """
     from ..node.config.serving import ServeConfig
 
-    config = read_config(ServeConfig, arguments(ctx, {"ticket": ticket, **parallel(tp, pp, dp)}))
+    args = arguments(ctx, {"ticket": ticket, **parallel(tp, pp, dp)})
+    config = read_config(ServeConfig, args)
+    source = config_source(ServeConfig, args, config)
     check_engine(config, proven=False)
     if dry_run:
         if config.ticket not in ("", "-"):
@@ -72,7 +75,7 @@ def run(
     def announce(url: str, name: str) -> None:
         typer.echo(f"serving {name} on {url}/v1")
 
-    run_to_end(serve(config, announce=announce))
+    run_to_end(serve(config, announce=announce, source=source))
 
 
 def _checked(config: "ServeConfig") -> "ServeConfig":

@@ -22,6 +22,7 @@ from .command import (
     arguments,
     check_engine,
     check_free,
+    config_source,
     default_data_dir,
     parallel,
     read_config,
@@ -31,6 +32,7 @@ from .command import (
 )
 
 if TYPE_CHECKING:
+    from ..node.config.reload import ConfigSource
     from ..node.config.run import JoinConfig
     from ..node.environments.allowed import EnvironmentNotAllowed
     from .live import OpenView
@@ -114,7 +116,12 @@ def run(
     given = {"ticket": ticket, "role": role, "data-dir": data_dir, **parallel(tp, pp, dp)}
     if wait:
         given |= {"wait": "true", "wait-for-trainer-s": "inf"}
-    config = with_allowed(read_config(JoinConfig, arguments(ctx, given)), allow_environment)
+    args = arguments(ctx, given)
+    config = read_config(JoinConfig, args)
+    source, config = (
+        config_source(JoinConfig, args, config),
+        with_allowed(config, allow_environment),
+    )
     check_engine(config)
     check_monitors(config.monitors)
     if dry_run:
@@ -134,14 +141,14 @@ def run(
     while True:
         try:
             with open_view(f"primerl-node join as {config.role}", LINE_EVERY_S) as view:
-                run_to_end(_join(config, view))
+                run_to_end(_join(config, source, view))
             return
         except EnvironmentNotAllowed as refused:
             # the node has left, and its live view is off the screen
             config = asked(config, refused)
 
 
-async def _join(config: "JoinConfig", view: "OpenView") -> None:
+async def _join(config: "JoinConfig", source: "ConfigSource", view: "OpenView") -> None:
     """Work until the run ends, with our own node in the view; the last line sums up its work."""
     from ..node.app.daemon import join
     from ..node.environments.allowed import EnvironmentNotAllowed
@@ -152,7 +159,7 @@ async def _join(config: "JoinConfig", view: "OpenView") -> None:
     data_dir = config.data_dir or default_data_dir()
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
-        farewell = await watched(nodes, view, join(config, ticket), pace_s=view.pace_s)
+        farewell = await watched(nodes, view, join(config, ticket, source), pace_s=view.pace_s)
     except EnvironmentNotAllowed:
         nodes.clear()  # it did nothing: its owner is asked
         raise

@@ -10,6 +10,7 @@ from .command import (
     DryRunJson,
     check_engine,
     check_free,
+    config_source,
     read_config,
     run_to_end,
     show_config,
@@ -46,7 +47,9 @@ def run(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False
 
     check_auditor(as_run(config))
     check_free(config, config.api)
-    run_to_end(judge(config, announce=_announce))
+    run_to_end(
+        judge(config, announce=_announce, source=config_source(JudgeRunConfig, ctx.args, config))
+    )
 
 
 def _show_memory(config: "JudgeRunConfig", *, as_json: bool) -> None:

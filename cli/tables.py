@@ -31,6 +31,7 @@ from ..node.ops.figures import (
     EngineRow,
     EnvironmentRow,
     GroupRow,
+    LimitsRow,
     MachineRow,
     PeerRow,
     StageRow,
@@ -337,6 +338,8 @@ def state_of(row: PeerRow) -> str:
         return row.second
     if row.left or row.silent_s:
         return f"{'left' if row.left else 'silent'} {duration(row.silent_s)}"
+    if row.paused:
+        return f"paused: {row.paused}"
     if row.suspicion >= SUSPICIOUS:
         return f"suspicious, {row.suspicion:.0%} of the way to a ban"
     if row.stage:
@@ -456,6 +459,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         ("stage", stage(status.stage) if status.stage else ""),
         ("rollouts", outcomes(status)),
         ("bytes", traffic(status)),
+        ("limits", limits(status.limits) if status.limits else ""),
         ("chunks", sources(status.chunk_bytes_by_source)),
         ("peers", f"{status.peers}, {status.neighbours} libp2p neighbours"),
         ("machine", machine(status.machine) if status.machine else ""),
@@ -505,6 +509,21 @@ def trust(lowest: float, trusts: Mapping[str, float]) -> str:
 def traffic(status: Status) -> str:
     """Say how much a node sent and received."""
     return f"{size(status.bytes_sent)} sent, {size(status.bytes_received)} received"
+
+
+def limits(row: LimitsRow) -> str:
+    """Say what its owner allows a node, and what it used this month."""
+    used = row.month_sent + row.month_received
+    most = f" of {row.monthly_gb:g} GB" * bool(row.monthly_gb)
+    parts = [
+        f"works {row.hours}" if row.hours else "",
+        "when nobody else computes" * (row.when == "idle"),
+        f"{row.upload:g} Mbit/s up" * bool(row.upload),
+        f"{row.download:g} Mbit/s down" * bool(row.download),
+        f"{size(used)}{most} in {row.month}",
+        "serves no chunks" * (not row.serves),
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def passes(figures: Mapping[str, float]) -> str:

@@ -41,6 +41,7 @@ FRAME = 4
 SHOWN = (
     "run",
     "waiting",
+    "limits",
     "warning",
     "step",
     "reward",

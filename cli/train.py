@@ -15,6 +15,7 @@ from .command import (
     check_engine,
     check_found,
     check_model,
+    config_source,
     parallel,
     read_config,
     run_to_end,
@@ -24,6 +25,7 @@ from .command import (
 )
 
 if TYPE_CHECKING:
+    from ..node.config.reload import ConfigSource
     from ..node.config.run import RunConfig
     from .live import OpenView
 
@@ -69,11 +71,12 @@ def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = Fal
     from .live import open_view, print_summary
 
     with open_view(f"primerl-node train {config.name}") as view:
-        directory = run_to_end(_train(config, view), config.run_dir)
+        source = config_source(RunConfig, ctx.args, config)
+        directory = run_to_end(_train(config, source, view), config.run_dir)
     print_summary(directory)
 
 
-async def _train(config: "RunConfig", view: "OpenView") -> Path:
+async def _train(config: "RunConfig", source: "ConfigSource", view: "OpenView") -> Path:
     """Train, with our own node in the view."""
     from ..node.app.daemon import train
     from ..node.ops.control import NodeState, watched
@@ -84,7 +87,7 @@ async def _train(config: "RunConfig", view: "OpenView") -> Path:
 
     data_dir = config.data_dir or config.run_dir / "trainer"
     nodes = {"trainer": NodeState("trainer", data_dir, note="running")}
-    training = train(config, announce=announce)
+    training = train(config, announce=announce, source=source)
     return await watched(nodes, view, training, pace_s=view.pace_s)
 
 

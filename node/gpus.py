@@ -7,7 +7,8 @@ Names are those of CUDA_VISIBLE_DEVICES, passed on as they were found: a positio
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -222,6 +223,64 @@ def visible_memory(
     known = [Gpu(gpu.number, gpu.uuid) for gpu in there]
     names = visible(os.environ if environ is None else environ, lambda: known)
     return [gpu for name in names for gpu in there if Gpu(gpu.number, gpu.uuid).answers_to(name)]
+
+
+class GpuShare(NamedTuple):
+    """What some programs take of a GPU, 0 to 1."""
+
+    busy: float
+    """Share of the time in which they compute."""
+    memory: float
+
+
+def taken_by_others(
+    own: Collection[int],
+    seconds: float,
+    environ: Mapping[str, str] | None = None,
+    ask: Ask = installed_memory,
+) -> GpuShare | None:
+    """Return what programs other than the processes `own` took of a visible GPU in the last `seconds`.
+
+    Of several GPUs the most of any. None where none is visible. Programs that this machine's process table does
+    not show are left out: the driver names those of a container by numbers of its host.
+    """
+    gpus = visible_memory(environ, ask)
+    if not gpus:
+        return None
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        shares = [_taken(gpu, own, seconds) for gpu in gpus]
+    finally:
+        pynvml.nvmlShutdown()
+    return GpuShare(max(share.busy for share in shares), max(share.memory for share in shares))
+
+
+def _taken(gpu: GpuMemory, own: Collection[int], seconds: float) -> GpuShare:
+    import pynvml
+
+    device = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+    memory, busy = dict[int, int](), dict[int, tuple[int, int]]()
+    for listed in (
+        pynvml.nvmlDeviceGetComputeRunningProcesses,
+        pynvml.nvmlDeviceGetGraphicsRunningProcesses,
+    ):
+        with suppress(pynvml.NVMLError):
+            memory |= {program.pid: program.usedGpuMemory or 0 for program in listed(device)}
+    with suppress(pynvml.NVMLError):  # a MIG slice, or nobody computed
+        since = int((time.time() - seconds) * 1e6)
+        for sample in pynvml.nvmlDeviceGetProcessUtilization(device, since):
+            busy[sample.pid] = max(
+                busy.get(sample.pid, (0, 0)), (sample.timeStamp, int(sample.smUtil))
+            )
+    others = {pid for pid in {*memory, *busy} if pid not in own and Path(f"/proc/{pid}").exists()}
+    computing = sum(share for pid, (_, share) in busy.items() if pid in others) / 100
+    used = sum(size for pid, size in memory.items() if pid in others) / gpu.total
+    return GpuShare(min(1.0, computing), min(1.0, used))
 
 
 @dataclass(frozen=True)

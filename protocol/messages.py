@@ -145,6 +145,8 @@ class LeaseRequest(Message, frozen=True, omit_defaults=True):
         | None
     ) = None
     """Places in RunManifest.environments of those that I can play; None: all."""
+    paused: Name = ""
+    """Why my owner wants me to work on nothing for now; empty while I work."""
 
 
 class LeaseReply(Message, frozen=True, omit_defaults=True):

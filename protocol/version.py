@@ -40,7 +40,8 @@ refused for a reason of its own, and a retirement is a signed fact; an inference
 environment's variables of the chat template may name the date that it writes, and its options what later turns
 are shown of earlier reasoning; rollouts under top_p or top_k state the tokens that these left, and logprobs
 over them; measurements of audits have signed means; a hello says which versions its sender speaks, or may be a
-trial that admits nobody; a peer record may have a name; a retired key may have a successor.
+trial that admits nobody; a peer record may have a name; a retired key may have a successor; a worker says that
+it is paused, and why.
 """
 OLDEST_WIRE_VERSION = 2
 """The oldest that this release speaks. It follows WIRE_VERSION by one release, as UPGRADING.md promises."""

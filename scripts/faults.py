@@ -536,7 +536,7 @@ FAULTS = (
     Fault(
         "an engine rests while it works",
         "node/inference/hosted.py",
-        "if self._rests or busy or time.monotonic() < self._used_at + self._rest_s:",
+        "if self._rests or busy or not idle or not self._may_rest():",
         "if self._rests:",
         ("test_an_engine_that_nobody_needs_ends_until_the_next_request",),
     ),
@@ -1920,9 +1920,54 @@ FAULTS = (
     Fault(
         "workers that are silent count as working",
         "node/ops/prometheus.py",
-        'return "silent" if row.silent_s else "starting" if row.starting else "working"',
-        'return "starting" if row.starting else "working"',
+        "if row.silent_s:",
+        "if False:",
         ("test_a_trainer_tells_of_its_run_and_counts_its_workers_by_state",),
+    ),
+    # -- limits of a home
+    Fault(
+        "a paused worker asks for leases",
+        "node/worker/loop.py",
+        "waits = fault or paused or self._weights.order < self._catch_up",
+        "waits = fault or self._weights.order < self._catch_up",
+        (
+            "test_a_paused_worker_finishes_what_it_holds_keeps_its_place_and_goes_on_when_it_is_resumed",
+        ),
+    ),
+    Fault(
+        "a pause does not outlive its node",
+        "node/ops/limits.py",
+        "self._kept.paused, self._kept.until = True, None if seconds is None else now + seconds",
+        "self.why = OWNER",
+        ("test_a_pause_of_its_owner_outlives_a_restart_and_ends_by_its_time_or_word",),
+    ),
+    Fault(
+        "each reading of others counts at once",
+        "node/ops/limits.py",
+        "wait_s = 0.0 if self._first else FREE_AFTER_S if self.used else USED_AFTER_S",
+        "wait_s = 0.0",
+        ("test_peaks_and_short_rests_change_nothing",),
+    ),
+    Fault(
+        "the month's bytes end nothing",
+        "node/ops/limits.py",
+        "if self._used >= 1.0:",
+        "if self._used > 1e9:",
+        ("test_the_last_tenth_of_a_month_s_bytes_is_for_its_own_work_and_then_it_is_paused",),
+    ),
+    Fault(
+        "a slow line serves as many at once as a fast one",
+        "node/p2p/limits.py",
+        "return max(1, min(most, int(self.rate / least))) if self.rate else most",
+        "return most",
+        ("test_what_a_slow_line_serves_to_many_at_once_comes_at_its_rate_and_breaks_off_nowhere",),
+    ),
+    Fault(
+        "chunks go before submissions",
+        "node/p2p/serve.py",
+        "most = 0 if self._pacer.is_taken else self._pacer.sharers(LEAST_RATE, MAX_UPLOADS)",
+        "most = self._pacer.sharers(LEAST_RATE, MAX_UPLOADS)",
+        ("test_a_chunk_waits_while_a_submission_of_ours_has_the_line_and_says_so_meanwhile",),
     ),
     # -- storage
     Fault(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ...crypto.keys import SecretKey
 from ..config.judge import JudgeRunConfig
 from ..config.paths import expand_home, home_directory
+from ..config.reload import ConfigSource
 from ..config.run import EngineConfig, JoinConfig, ModelConfig, RunConfig
 from ..config.serving import ServeConfig
 from ..errors import EngineError, UsageError
@@ -61,10 +62,13 @@ def load_key(data_dir: Path) -> SecretKey:
     return SecretKey.load(path, secret)
 
 
-async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
+async def train(
+    config: RunConfig, *, announce: Callable[[str], None], source: ConfigSource | None = None
+) -> Path:
     """Run a trainer to the end of its run; returns the run directory.
 
-    `announce` is called once with the join ticket. Raises NodeError, KeyFileError.
+    `announce` is called once with the join ticket; `source` is where `config` is from. Raises NodeError,
+    KeyFileError.
     """
     from ..inference.engine_replica import EngineTimeouts
     from ..inference.hosted import AUDITOR, begun_ahead
@@ -87,15 +91,20 @@ async def train(config: RunConfig, *, announce: Callable[[str], None]) -> Path:
         async with begun_ahead(auditor, AUDITOR, timeouts) as ahead:
             factories = replace(factories, auditor=partial(make_auditor, ahead=ahead))
             node = TrainerNode(config, load_key(data_dir), data_dir, announce, factories)
+            node.source = source
             await node.run()
     return directory
 
 
-async def join(config: JoinConfig, ticket: Callable[[], Awaitable[str]] | None = None) -> str:
+async def join(
+    config: JoinConfig,
+    ticket: Callable[[], Awaitable[str]] | None = None,
+    source: ConfigSource | None = None,
+) -> str:
     """Run a worker or a validator until the run ends or it is stopped; returns why it left, if the run ended.
 
     `ticket` waits for the ticket, where the config has none yet: what takes long to load is loaded meanwhile.
-    Raises NodeError, KeyFileError.
+    `source` is where `config` is from. Raises NodeError, KeyFileError.
     """
     from ..inference.build import build_engine
     from ..inference.hosted import begun_ahead
@@ -115,28 +124,39 @@ async def join(config: JoinConfig, ticket: Callable[[], Awaitable[str]] | None =
         if ticket is not None:
             config = config.model_copy(update={"ticket": await ticket()})
         node = kind(config, load_key(data_dir), data_dir, factories)
+        node.source = source
         await node.run()
     return node.farewell
 
 
-async def serve(config: ServeConfig, *, announce: Callable[[str, str], None]) -> None:
+async def serve(
+    config: ServeConfig, *, announce: Callable[[str, str], None], source: ConfigSource | None = None
+) -> None:
     """Serve a policy over HTTP until it is stopped. Raises NodeError, KeyFileError.
 
-    `announce` is called with (base URL, name of the model) once there is a policy.
+    `announce` is called with (base URL, name of the model) once there is a policy; `source` is where `config`
+    is from.
     """
     from .inference import FollowedPolicy, OwnPolicy
 
     data_dir = config.directory
     configure(config.log, data_dir / "logs" / "inference.jsonl")
     share_python()
-    node = FollowedPolicy if config.ticket else OwnPolicy
-    await node(config, load_key(data_dir), announce).run()
+    kind = FollowedPolicy if config.ticket else OwnPolicy
+    node = kind(config, load_key(data_dir), announce)
+    node.source = source
+    await node.run()
 
 
-async def judge(config: JudgeRunConfig, *, announce: "Callable[[JudgeAddress], None]") -> None:
+async def judge(
+    config: JudgeRunConfig,
+    *,
+    announce: "Callable[[JudgeAddress], None]",
+    source: ConfigSource | None = None,
+) -> None:
     """Serve a judge until it is stopped. Raises NodeError, KeyFileError.
 
-    `announce` is called once it can be joined and asked.
+    `announce` is called once it can be joined and asked; `source` is where `config` is from.
     """
     from .judge import JudgeNode
 
@@ -144,7 +164,9 @@ async def judge(config: JudgeRunConfig, *, announce: "Callable[[JudgeAddress], N
     claim(config.run_dir)  # before there are logs in it
     configure(config.log, config.run_dir / "logs" / "judge.jsonl")
     share_python()
-    await JudgeNode(config, load_key(data_dir), data_dir, announce).run()
+    node = JudgeNode(config, load_key(data_dir), data_dir, announce)
+    node.source = source
+    await node.run()
 
 
 def check_present(config: EngineConfig) -> None:

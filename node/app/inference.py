@@ -17,6 +17,7 @@ from ...protocol.manifests import RunManifest
 from ..api.completions import EngineRoutes
 from ..api.server import HttpServer, Routes, Served, serving
 from ..api.vllm_proxy import ProxyTargets, VllmProxy, api_options
+from ..config.limits import LimitsConfig
 from ..config.run import JoinConfig
 from ..config.serving import ApiConfig, ServeConfig
 from ..environments.chat import ChatFormat, dated
@@ -148,6 +149,7 @@ class FollowedPolicy(PeerNode):
             name: getattr(config, name)
             for name in ("fsync", "network", "engine", "weights", "dashboard")
         }
+        shared["limits"] = LimitsConfig(**config.limits.model_dump())
         joining = JoinConfig(
             ticket=config.ticket,
             log=config.log,

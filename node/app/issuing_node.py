@@ -55,6 +55,7 @@ class IssuingNode(Node):
             trainer=self.key.node_id,
             role="trainer",
             factories=factories,
+            rates=self.rates,
         ) as services:
             run = documents.manifest
             run_manifest.check_clock(run, services.heads.latest(), int(time.time()))

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +30,13 @@ from ...protocol.messages import (
 )
 from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
 from ...protocol.version import ALPN_CONTROL, CLOCK_SKEW_S, MAX_NAME, WireRange
-from ..config.run import JoinConfig
+from ..config.run import JoinConfig, NodeConfig
 from ..errors import (
     BusyError,
     NetworkError,
     NodeError,
     RunFailed,
+    StorageError,
     TicketError,
     UsageError,
     first_cause,
@@ -45,7 +46,10 @@ from ..errors import (
 from ..inference.engine import Engine
 from ..inference.numerics import check_exact, check_kept, check_quantization, check_routes
 from ..models import base_weights
+from ..ops.control import Command
 from ..ops.figures import PeerRow, Status
+from ..ops.limits import HomeLimits
+from ..ops.machine import OtherPrograms
 from ..ops.monitors import MonitoredRun, WandbMonitor, group_of
 from ..p2p.connections import Handler, no_pipelines
 from ..p2p.heads import HeadFollower
@@ -63,7 +67,7 @@ from . import rundir
 from .factories import Factories, sandboxed
 from .page_queries import PageQueries
 from .running_node import Node
-from .services import open_services, open_store
+from .services import drop_other_runs, open_services, open_store
 from .tickets import remember, run_directory, usable_ticket
 
 T = TypeVar("T")
@@ -76,6 +80,7 @@ LEAST_SILENCE_S = 60.0
 RETRY_S = 0.5
 RETRY_MAX_S = 5.0
 FOLLOWED_PEERS = 2
+LIMITS_EVERY_S = 5.0
 MONITORED_EVERY_S = 30.0
 PUBLIC_OF_NODE = {
     "engine": {"type", "dtype", "device", "tp", "pp", "dp", "max_batch", "max_model_len"}
@@ -142,6 +147,7 @@ class PeerNode(Node):
         """That the trainer's release is newer than this node's; empty if it is not."""
         self.farewell = ""
         """Why this node left, once the run has ended."""
+        self.limits = HomeLimits(config.limits, data_dir, time.time(), fsync=config.fsync)
 
     async def run(self) -> None:
         """Join and work until the run ends. Raises TicketError, NodeError; RunFailed where the run failed."""
@@ -151,7 +157,9 @@ class PeerNode(Node):
         ledger = self._factories.ledger(directory / "ledger.db", fsync=self.config.fsync)
         try:
             await self.serve(
-                lambda: self._work(ticket, ledger, directory), {}, ticket.run.hex()[:16]
+                lambda: self._work(ticket, ledger, directory),
+                self._commands(),
+                ticket.run.hex()[:16],
             )
         finally:
             ledger.close()
@@ -160,11 +168,18 @@ class PeerNode(Node):
         """Do the role's work until the run ends."""
         raise NotImplementedError
 
+    def _commands(self) -> Mapping[str, Command]:
+        """Return what its owner may tell it, beside what every node is told."""
+        if self.role == "server":
+            return {}
+        return {"pause": self._pause, "resume": self._resume}
+
     def _pipelines(self, services: NodeServices) -> Handler:
         """Return the handler of pipeline streams."""
         return no_pipelines
 
     async def _work(self, ticket: Ticket, ledger: Ledger, directory: Path) -> None:
+        await asyncio.to_thread(drop_other_runs, directory)
         async with open_services(
             self._config,
             self.key,
@@ -175,8 +190,10 @@ class PeerNode(Node):
             role=self._peer_role,
             bootstrap=ticket.discovery,
             factories=self._factories,
+            rates=self.rates,
         ) as services:
             self._services = services
+            services.paused = lambda: self.limits.why
             services.peers.hint(ticket.trainer, ticket.addresses)
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -187,6 +204,7 @@ class PeerNode(Node):
                     ),
                     tasks.create_task(services.watch_fraud()),
                     tasks.create_task(services.watch_key()),
+                    tasks.create_task(self._keep_limits(services)),
                 ]
                 gossip = services.gossip()
                 if gossip is not None:
@@ -314,6 +332,8 @@ class PeerNode(Node):
         """Fetch the base of _find_base(), from other workers where they have it, and write it."""
         if not chunks:
             return
+        while self.limits.why:
+            await services.heads.wait(lambda: not self.limits.why, LOOK_S)
         await upstreams.ask()
         with _joinable():
             await self._bring(
@@ -477,6 +497,7 @@ class PeerNode(Node):
             goal=goal,
             on_policy=on_policy,
             ready=ready,
+            held=lambda: bool(self.limits.why) and not self._held(),
         )
         return self._weights
 
@@ -586,6 +607,62 @@ class PeerNode(Node):
             return  # it never let us in, is not there, or knows
         await services.say_goodbye(printable(one_line(cause), MAX_NAME))
 
+    # -- limits of its owner -------------------------------------------------------------------------
+
+    async def _keep_limits(self, services: NodeServices) -> None:
+        """Decide anew every few seconds whether this node is paused; count what it sends and receives."""
+        limits, others, lines = self.limits, OtherPrograms(), LogBackoff()
+        try:
+            while True:
+                use = await others.look() if limits.watches_others else None
+                now = time.time()
+                limits.look(now, services.traffic(), use)
+                await self._apply_limits()
+                if limits.is_due(now):
+                    try:
+                        await asyncio.to_thread(limits.save, now)
+                    except StorageError as error:
+                        if lines.due():
+                            logger.warning("the month's bytes are not kept: %s", error)
+                await asyncio.sleep(LIMITS_EVERY_S)
+        finally:
+            limits.look(time.time(), services.traffic())
+            with suppress(StorageError):
+                limits.save(time.time())
+
+    async def _apply_limits(self) -> None:
+        """Serve chunks or not, and let those that wait for a change look."""
+        if self._services is not None:
+            self._services.blobs.closed = not self.limits.serves
+            await self._services.heads.wake()
+
+    async def _pause(self, seconds: float | None = None, now: bool = False) -> dict[str, object]:
+        """Pause this node, for so many seconds or until it is resumed; `now` hands its work back."""
+        await asyncio.to_thread(self.limits.pause, seconds, time.time())
+        await self._apply_limits()
+        held = self._hand_back() if now else self._held()
+        return {"paused": self.limits.text(time.time()), "held": held, "handed_back": now}
+
+    async def _resume(self) -> dict[str, object]:
+        """End a pause of its owner; what else pauses it, stays."""
+        await asyncio.to_thread(self.limits.resume, time.time())
+        await self._apply_limits()
+        return {"paused": self.limits.text(time.time())}
+
+    def _held(self) -> int:
+        """Count what this node works on and finishes when it is paused."""
+        return 0
+
+    def _hand_back(self) -> int:
+        """Give what it works on back; return how much that was."""
+        return 0
+
+    async def _limit(self, config: NodeConfig) -> None:
+        await super()._limit(config)
+        if isinstance(config, JoinConfig):
+            self.limits.configure(config.limits, time.time())
+            await self._apply_limits()
+
     # -- what the operator sees ----------------------------------------------------------------------
 
     def _compare_release(self, software: str) -> None:
@@ -597,6 +674,12 @@ class PeerNode(Node):
 
     def _waits_for(self) -> str:
         """Describe what this node waits for, in peers' words too; empty while it works."""
+        if self.limits.why:
+            held = self._held()
+            return (
+                f"paused: {self.limits.text(time.time())}"
+                + f"; {held} leases are finished" * bool(held)
+            )
         return (
             self._fetching or self._obstacle or (self._weights.waits_for if self._weights else "")
         )
@@ -610,6 +693,8 @@ class PeerNode(Node):
         show_network(status, services)
         status.warnings = [self._newer_release] if self._newer_release else []
         status.run_name = self._name
+        if self.role != "server":
+            status.limits = self.limits.row(time.time())
         status.newest_version = services.heads.order()[1]
         if weights is not None:
             if weights.version < 0 and self.phase == "running":
@@ -618,6 +703,8 @@ class PeerNode(Node):
             status.chunk_bytes_by_source = services.fetcher.by_source(services.trainer)
             if weights.version >= 0:
                 status.detail = f"state {short(weights.state_digest)}"
+        if self.limits.why and self.phase == "running":
+            status.phase = "paused"
         return status
 
     async def peers(self) -> list[PeerRow]:

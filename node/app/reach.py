@@ -51,7 +51,7 @@ from ...protocol.version import (
     MAX_CHUNK,
     MAX_NAME,
     MIB,
-    WIRE_VERSION,
+    SPOKEN,
 )
 from ..config.run import NetworkConfig
 from ..errors import TicketError, printable
@@ -361,7 +361,15 @@ async def _hello(
     """Try the ticket, and read the run's manifest."""
     reach = outside.reach
     sealed = tickets.sealed_bytes(text)
-    hello = Hello(WIRE_VERSION, "inference", __version__, sealed, b"", trial=True)
+    hello = Hello(
+        SPOKEN.newest,
+        "inference",
+        __version__,
+        sealed,
+        b"",
+        oldest_wire_version=SPOKEN.stated_oldest(),
+        trial=True,
+    )
     try:
         welcome = await ask(control, hello, Welcome, deadline=limits.reply_s)
     except Refused as refusal:

@@ -1,6 +1,7 @@
 """A running node of any role: its control socket, its entry in the registry, its status."""
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,17 +12,21 @@ from typing import Any
 from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
+from ..config.reload import ConfigSource
 from ..config.run import NodeConfig
-from ..errors import BusyError, NodeError, first_cause
+from ..errors import BusyError, NodeError, UsageError, first_cause
 from ..ops.control import Command, ControlServer, register, unregister
 from ..ops.dashboard import Dashboard, Query
 from ..ops.figures import Curves, NodeFigures, PeerRow, PingRow, Status
-from ..ops.logs import newest_lines
+from ..ops.logs import newest_lines, set_level
 from ..ops.machine import Machine
 from ..ops.metrics import EventLoopMonitor
 from ..ops.service_manager import service_manager
+from ..p2p.limits import Rates
 from ..p2p.ping import ping
 from ..p2p.services import NodeServices
+
+logger = logging.getLogger(__name__)
 
 
 class Node:
@@ -37,6 +42,9 @@ class Node:
         self.phase = "starting"
         self.detail = ""
         self.lag = EventLoopMonitor()
+        self.rates = Rates(config.limits.upload, config.limits.download)
+        self.source: ConfigSource | None = None
+        """Where `config` is from, to be read again; None: nowhere."""
         self._machine = Machine(data_dir)
         self._dashboard = Dashboard(self, config.dashboard.port)
         self.queries: Mapping[str, Query] = {"log": self._log}
@@ -95,6 +103,25 @@ class Node:
     async def _status(self) -> Status:
         return self.base_status()
 
+    async def _limit(self, config: NodeConfig) -> None:
+        """Take the limits of `config` from now on."""
+        self.rates.set(config.limits.upload, config.limits.download)
+
+    async def reload(self) -> dict[str, Any]:
+        """Read the config again and apply what can change while the node runs (the `reload` command).
+
+        Returns the keys that were applied, and those that need a restart. Raises UsageError, and changes
+        nothing, if it cannot be read.
+        """
+        if self.source is None:
+            raise UsageError("this node was started without a config that could be read again")
+        changes = await asyncio.to_thread(self.source.reread)
+        await self._limit(changes.config)
+        set_level(changes.config.log)
+        if changes.applied:
+            logger.info("the config was read again: %s", ", ".join(changes.applied))
+        return {"applied": changes.applied, "restart": changes.restart}
+
     async def request_stop(self) -> dict[str, Any]:
         """End the node soon (the `stop` command)."""
         self._stop.set()
@@ -115,6 +142,7 @@ class Node:
             "ping": self._ping,
             "dashboard": self._link,
             "stop": self.request_stop,
+            "reload": self.reload,
         }
         control = ControlServer(self.data_dir, {**self.queries, **commands, **own})
         await control.start()

@@ -5,6 +5,7 @@ Opened and closed as one; closing goes in reverse and never raises.
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,19 +21,23 @@ from ..p2p.discovery import Discovery
 from ..p2p.download import BlobFetcher
 from ..p2p.gossip import HoldingsAnnouncer
 from ..p2p.heads import HeadServer, HeadStore
-from ..p2p.limits import Pacer
+from ..p2p.limits import Rates
 from ..p2p.peers import PeerTable
 from ..p2p.seeds import open_seeds
 from ..p2p.serve import BlobServer, ChunkArrivals, TcpChunkServer, serving
 from ..p2p.services import NodeServices
 from ..p2p.transport import AddressInUse, Transport
+from ..removal import remove_tree
 from ..storage.chunk_store import CHUNKS, FileStore
 from ..storage.ledger import Ledger
+from ..storage.run_files import fetched_for_run
 from ..worker.weight_sync import read_committed
 from .factories import Factories
 
 logger = logging.getLogger(__name__)
 
+RUN = re.compile("[0-9a-f]{16}")
+"""Name of the directory of a run that was joined."""
 PORT, LIBP2P_PORT = "port", "libp2p_port"
 
 
@@ -40,6 +45,20 @@ def open_store(config: NodeConfig, directory: Path) -> FileStore:
     """Open the chunk store of a node, below `directory`."""
     limit = int(config.weights.max_disk_gib * 2**30)
     return FileStore(directory / CHUNKS, max_bytes=limit, fsync=config.fsync)
+
+
+def drop_other_runs(directory: Path) -> None:
+    """Remove what was fetched for other runs than that of `directory`, runs/ID: they can be joined again.
+
+    Their ledgers stay. What cannot be removed is logged.
+    """
+    for other in directory.parent.iterdir():
+        if other == directory or not RUN.fullmatch(other.name) or other.is_symlink():
+            continue
+        try:
+            remove_tree(other, fetched_for_run, keep_root=True)
+        except OSError as error:
+            logger.warning("files of an earlier run stay in %s: %s", other, error)
 
 
 @asynccontextmanager
@@ -54,8 +73,9 @@ async def open_services(
     role: Role,
     bootstrap: tuple[str, ...] = (),
     factories: Factories,
+    rates: Rates | None = None,
 ) -> AsyncGenerator[NodeServices]:
-    """Build and start everything over the node's ledger and chunk store.
+    """Build and start everything over the node's ledger and chunk store, at the rates of its line.
 
     Raises:
         BusyError: the configured port is taken.
@@ -73,18 +93,19 @@ async def open_services(
         arrivals = ChunkArrivals()
         trusted = TrustedRun(run_id, trainer, read_committed(ledger))
         heads = HeadStore(trusted, ledger)
-        rate = config.network.max_upload_mbps * 1e6 / 8
-        blobs = BlobServer(store, arrivals, Pacer(rate))
+        rates = rates or Rates(config.limits.upload, config.limits.download)
+        blobs = BlobServer(store, arrivals, rates.up)
         network = config.network
         seeds = await cleanup.enter_async_context(
-            open_seeds(network.seeds, authority=network.seed_ca)
+            open_seeds(network.seeds, authority=network.seed_ca, pacer=rates.down)
         )
-        paths: TcpChunks | None = None
+        tcp: tuple[TcpChunks, TcpChunkServer] | None = None
         if discovery is not None:
-            paths = TcpChunks(discovery, peers, bootstrap=bootstrap, trainer=trainer)
-            await cleanup.enter_async_context(
-                serving(TcpChunkServer(discovery, peers, blobs.handle))
+            paths = TcpChunks(
+                discovery, peers, bootstrap=bootstrap, trainer=trainer, pacer=rates.down
             )
+            tcp = paths, TcpChunkServer(discovery, peers, blobs.handle)
+            await cleanup.enter_async_context(serving(tcp[1]))
         yield NodeServices(
             key=key,
             run_id=run_id,
@@ -98,13 +119,23 @@ async def open_services(
             links=links,
             arrivals=arrivals,
             blobs=blobs,
-            fetcher=BlobFetcher(links, peers, store, arrivals, seeds=seeds, paths=paths),
+            fetcher=BlobFetcher(
+                links,
+                peers,
+                store,
+                arrivals,
+                seeds=seeds,
+                paths=tcp[0] if tcp else None,
+                pacer=rates.down,
+            ),
             heads=heads,
             head_server=HeadServer(heads),
             discovery=discovery,
             holdings=HoldingsAnnouncer(key, run_id),
             fraud=asyncio.Queue(16),
             wire=factories.wire,
+            rates=rates,
+            tcp=tcp,
         )
 
 

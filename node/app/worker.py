@@ -15,6 +15,7 @@ from ..environments.environment import Environment, EnvironmentFailed, shown_sta
 from ..errors import EngineError, NodeError, StorageError, UsageError
 from ..inference.adapted import adapted
 from ..inference.engine import Engine
+from ..inference.hosted import HostedEngine
 from ..inference.numerics import config_for_run
 from ..memory_plan.memory import replicated
 from ..memory_plan.shape import read_shape
@@ -28,7 +29,7 @@ from ..pipeline.acceptor import LinkAcceptor
 from ..storage import run_files
 from ..verification.self_calibration import bounds_row
 from ..weights.payload import TensorShare, everything
-from ..worker.loop import InferenceRole
+from ..worker.loop import InferenceRole, stay_paused
 from ..worker.pipelined_engine import Order
 from ..worker.verdicts import VerdictLog
 from ..worker.weight_sync import WeightSync, no_goal
@@ -79,12 +80,25 @@ class WorkerNode(PeerNode):
             )
         config = config_for_run(config.model_copy(update={"max_model_len": longest}), run)
         if await self._is_split(joined, config):
+            self.limits.free(
+                "this node holds a stage of a pipeline, whose other nodes wait for it: it cannot be paused, "
+                "`primerl-node stop` takes it out"
+            )
             stages = self._stages = self._make_stages(joined)
             await self._follow_while(joined, stages.run)
             return
         config = await asyncio.to_thread(replicated, config, joined.model_dir)
-        engine = adapted(self._factories.engine(config), run, joined.base)
-        await self._follow_while(joined, lambda: self.infer(joined, engine, config, everything))
+        hosted = self._factories.engine(config)
+        if isinstance(hosted, HostedEngine):
+            hosted.rest_while(lambda: bool(self.limits.why))
+        engine = adapted(hosted, run, joined.base)
+
+        async def work() -> None:
+            # an engine takes the GPU
+            await stay_paused(joined.services)
+            await self.infer(joined, engine, config, everything)
+
+        await self._follow_while(joined, work)
 
     # -- pipelines -----------------------------------------------------------------------------------
 
@@ -225,11 +239,22 @@ class WorkerNode(PeerNode):
             self._config.leases,
         )
 
+    def _held(self) -> int:
+        return self._role.held if self._role is not None else 0
+
+    def _hand_back(self) -> int:
+        return self._role.hand_back("paused by its owner") if self._role is not None else 0
+
     def _waits_for(self) -> str:
         stages, role = self._stages, self._role
         if stages is not None and stages.waits_for:
             return stages.waits_for
-        if self._obstacle or role is None or (stages is not None and not stages.leads):
+        if (
+            self._obstacle
+            or self.limits.why
+            or role is None
+            or (stages is not None and not stages.leads)
+        ):
             return super()._waits_for()
         return role.waits_for
 

@@ -34,6 +34,7 @@ REMOVED = {
     "monitors.trackio": "set monitors.wandb, or read metrics.jsonl, which is always written",
     "network.connect_timeout_s": "a connection may take 10 s: leave it out",
     "network.libp2p_port": "libp2p takes the TCP port of network.port: leave it out",
+    "network.max_upload_mbps": "set limits.upload, in Mbit/s, which also bounds submissions",
     "network.max_streams_per_peer": "32 requests of one peer are answered at a time: leave it out",
     "pp.stall_s": "a stage that is silent for 20 s counts as lost: leave it out",
     "ticket_ttl_s": (

@@ -30,6 +30,7 @@ from .engine import (
 )
 from .engine import EngineConfig as EngineConfig
 from .engine import PipelineConfig as PipelineConfig
+from .limits import LimitsConfig, RateLimitsConfig
 from .monitors import MonitorsConfig
 from .paths import check_component, expand_home
 from .sandbox import SandboxConfig, WorkerSandboxConfig
@@ -161,8 +162,6 @@ class NetworkConfig(BaseConfig):
     """Find peers on the local network."""
     max_peers: Positive = 256
     """Most peers connected at a time; further ones are turned away."""
-    max_upload_mbps: Annotated[float, Field(ge=0)] = 0.0
-    """Limit of chunk uploads in megabits/s; 0: none."""
     seeds: Annotated[list[SeedUrl], Field(max_length=MAX_SEEDS)] = []
     """Base URLs of copies of a node's `chunks` folder, on any static web server (http, https) or a disk of this
     machine (file), for chunks that no peer serves. Their answers are verified like a peer's."""
@@ -607,6 +606,7 @@ class NodeConfig(BaseConfig):
     """Flush to disk before anything is acknowledged. Without it a node still survives kill -9, but a power
     failure may cost it its last seconds."""
     network: NetworkConfig = NetworkConfig()
+    limits: RateLimitsConfig = RateLimitsConfig()
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
     dashboard: DashboardConfig = DashboardConfig()
@@ -630,6 +630,7 @@ class JoinConfig(NodeConfig):
     """The join ticket that the trainer printed, or a file or an https link that holds it."""
     leases: Annotated[int, Field(ge=0)] = 0
     """Most leases to hold at a time; 0: enough to keep the engine busy, and one in reserve."""
+    limits: LimitsConfig = LimitsConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     environments: AllowedConfig = AllowedConfig()
     sandbox: WorkerSandboxConfig = WorkerSandboxConfig()
     monitors: MonitorsConfig = MonitorsConfig()

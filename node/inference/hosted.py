@@ -100,6 +100,9 @@ class HostedEngine:
         self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._rest_s = REST_S
         self._used_at = time.monotonic()
+        self._may_rest: Callable[[], bool] = lambda: (
+            config.type != "vllm"
+        )  # which takes long to start
         self._rests = False
         """Whether the processes have ended for want of work, until there is some."""
         self._turning = asyncio.Lock()
@@ -162,9 +165,15 @@ class HostedEngine:
         self._fault = ""
         took_s = time.monotonic() - began
         logger.info("%d x %s started in %.1f s", len(environments), self._title, took_s)
-        if self._config.type != "vllm":  # that takes long to start
+        if self._config.type != "vllm":
             self._rest_s = max(REST_S, took_s * REST_STARTS)
-            self._resting = asyncio.create_task(self._rest_when_idle(), name="engine rests")
+        self._resting = asyncio.create_task(self._rest_when_idle(), name="engine rests")
+
+    def rest_while(self, paused: Callable[[], bool]) -> None:
+        """Let the processes end after the usual time without work also where they take long to start, while
+        `paused` says so."""
+        usual = self._may_rest
+        self._may_rest = lambda: usual() or paused()
 
     def merge_adapters(self, run: RunManifest, fetched: Awaitable[None] | None = None) -> bool:
         """Make every engine merge adapters into the base of `run`; call before start().
@@ -314,7 +323,8 @@ class HostedEngine:
             await asyncio.sleep(max(left_s, self._rest_s / 10))
             async with self._in_turn, self._turning:
                 busy = any(replica.load for replica in self._replicas) or not self._children()
-                if self._rests or busy or time.monotonic() < self._used_at + self._rest_s:
+                idle = time.monotonic() >= self._used_at + self._rest_s
+                if self._rests or busy or not idle or not self._may_rest():
                     continue
                 self._rests = True  # a request that comes meanwhile waits for the lock
                 await asyncio.gather(*(replica.rest() for replica in self._replicas))

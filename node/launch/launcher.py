@@ -77,7 +77,7 @@ def write_worker_config(config: RunConfig, data_dir: Path) -> Path:
     """Write the settings that a worker shares with its run into its data directory; ports are its own."""
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     dumped = config.model_dump(
-        mode="json", include={"network", "engine", "weights", "log", "sandbox"}
+        mode="json", include={"network", "limits", "engine", "weights", "log", "sandbox"}
     )
     if "max_model_len" not in config.engine.model_fields_set:
         del dumped["engine"][

@@ -69,6 +69,8 @@ class PeerRow(msgspec.Struct):
     """At the trainer: the ticket that admitted it, by label and the beginning of its id."""
     name: str = ""
     """What it calls itself, which proves nothing."""
+    paused: str = ""
+    """Why it is paused, in its own words; empty while it works."""
 
 
 class PingRow(msgspec.Struct):
@@ -108,6 +110,27 @@ class MachineRow(msgspec.Struct):
     gpu_memory_bytes: int = 0
     gpu_memory_total_bytes: int = 0
     """Memory of these GPUs, used (also by other programs) and in all."""
+
+
+class LimitsRow(msgspec.Struct):
+    """What a node's owner allows it, and what it used of that."""
+
+    paused: str = ""
+    """Why it is paused, and until when; empty while it works."""
+    serves: bool = True
+    """Whether it sends chunks to others."""
+    hours: str = ""
+    when: str = "always"
+    upload: float = 0.0
+    download: float = 0.0
+    """Megabits/s; 0: no limit."""
+    monthly_gb: float = 0.0
+    """0: no limit."""
+    month: str = ""
+    """The month that is counted, 2026-11."""
+    month_sent: int = 0
+    month_received: int = 0
+    """Bytes of that month."""
 
 
 class BanRow(msgspec.Struct):
@@ -291,6 +314,8 @@ class Status(msgspec.Struct, kw_only=True):
     """The environments' present work, or their last fault; empty while all is well."""
     environments: list[EnvironmentRow] = []
     """Environments of the run (trainer)."""
+    limits: LimitsRow | None = None
+    """Limits that its owner set (worker, validator)."""
     stage: StageRow | None = None
     """Pipeline stage of a worker that holds the model together with others."""
     event_loop_lag: dict[str, float] = {}

@@ -178,6 +178,12 @@ def configure(config: LogConfig, file: Path, limits: LogLimits = LogLimits()) ->
     except OSError as error:
         raise file_error(error) from error
     lines.setFormatter(JsonLines())
-    logging.basicConfig(level=config.level.upper(), handlers=[console, lines], force=True)
+    logging.basicConfig(handlers=[console, lines], force=True)
+    set_level(config)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def set_level(config: LogConfig) -> None:
+    """Log from the level of `config` on."""
+    logging.getLogger().setLevel(config.level.upper())

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PHASES = "starting joining catching_up warm_up evaluating running restarting finishing ended other".split()
-STATES = ("working", "starting", "silent", "left", "refused")
+PHASES = (
+    "starting joining catching_up warm_up evaluating running paused restarting finishing ended other"
+).split()
+STATES = ("working", "starting", "paused", "silent", "left", "refused")
 NEWEST = {
     "loss/mean": ("primerl_loss", "Mean loss of the newest step."),
     "mismatch_kl/all/mean": (
@@ -156,7 +158,9 @@ def state_of(row: PeerRow) -> str:
         return "refused"
     if row.left:
         return "left"
-    return "silent" if row.silent_s else "starting" if row.starting else "working"
+    if row.silent_s:
+        return "silent"
+    return "paused" if row.paused else "starting" if row.starting else "working"
 
 
 def _peers(rows: Iterable[PeerRow]) -> "Iterator[Metric]":

@@ -33,6 +33,7 @@ from ...protocol.version import ALPN_BLOBS, MIB
 from .connections import ConnectionPool
 from .discovery import StreamCarrier
 from .download_state import ChunkDownload
+from .limits import Pacer
 from .peers import PeerTable
 from .rpc import Refused, TooSlow, receive_reply, send
 from .transport import Connection, Stream, StreamClosed, TransportError, Unreachable
@@ -46,6 +47,11 @@ class ChunkSource(Protocol):
     @property
     def name(self) -> str:
         """Name in tables and logs."""
+        ...
+
+    @property
+    def received(self) -> int:
+        """Bytes that came over a network so far."""
         ...
 
     async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
@@ -105,8 +111,9 @@ class ChunkOffer:
 class ChunkClient:
     """Requests for chunks, spread over several connections to each peer."""
 
-    def __init__(self, links: ConnectionPool) -> None:
+    def __init__(self, links: ConnectionPool, pacer: Pacer) -> None:
         self._links = links
+        self._pacer = pacer
         self._busy: Counter[tuple[bytes, int]] = Counter()
 
     async def one(
@@ -235,9 +242,11 @@ class ChunkClient:
         pieces: list[bytes] = []
         length = PIECE_LEAST
         while download.received < size:
+            await self._pacer.pace(min(length, size - download.received))
             async with asyncio.timeout(PIECE_S):
                 pieces.append(await stream.read_exact(min(length, size - download.received)))
-            length = min(2 * length, PIECE)
+            # under a limit in small pieces: to others, and to our own clocks, it then flows
+            length = length if self._pacer.rate else min(2 * length, PIECE)
             download.received += len(pieces[-1])
             download.touched = download.heard = time.monotonic()
         with suppress(TransportError):
@@ -291,6 +300,7 @@ class TcpChunks:
         *,
         bootstrap: Sequence[str] = (),
         trainer: bytes = b"",
+        pacer: Pacer | None = None,
     ) -> None:
         """`bootstrap`: discovery addresses from the ticket, of peers that may have sent no record yet.
         `trainer`: its chunks do not wait for those of other peers, which may be slow on purpose."""
@@ -298,6 +308,9 @@ class TcpChunks:
         self._peers = peers
         self._bootstrap = tuple(bootstrap)
         self._trainer = trainer
+        self._pacer = pacer or Pacer()
+        self.received = 0
+        """Bytes of the chunks that came."""
         self._slots = asyncio.Semaphore(FETCHES)
         self._trainer_slots = asyncio.Semaphore(FETCHES)
         self._failures = RecentDict[bytes, tuple[int, float]](KNOWN_FAILURES)
@@ -323,6 +336,8 @@ class TcpChunks:
             self._failed(peer, count)
             raise
         self._failures.pop(peer, None)
+        self.received += len(data)
+        self._pacer.charge(len(data))  # the next chunk waits for it
         return data
 
     async def _converse(self, peer: bytes, chunk: ChunkRef) -> bytes:

@@ -27,11 +27,13 @@ from .connections import ConnectionPool
 from .download_state import (
     FIRST_RATE,
     IN_LINE_S,
+    LATE,
     PLACE_S,
     SILENT_S,
     ChunkDownload,
     DownloadState,
 )
+from .limits import Pacer
 from .peers import PeerScores, PeerTable
 from .rpc import Refused
 from .serve import WATCHES_PER_PEER, ChunkArrivals
@@ -58,6 +60,8 @@ USUAL_GROWTH = 1.05
 OTHER_WAY_S = 10.0
 MIN_RATE = 64 * 1024
 """Bytes per second below which a seed, or a peer over another path, is given up."""
+LEAST_RATE = 2 * MIN_RATE
+"""Bytes per second for each chunk in transfer under a limit: peers give up receivers of half of that."""
 
 
 class Fetch:
@@ -81,9 +85,12 @@ class Fetch:
             place = min(PLACE_S, max(LEAST_PLACE_S, usual_s / PLACE_SHARE))
         self.look_s = place / 2
         """Seconds between two checks for sources that give nothing."""
-        self.state = DownloadState(missing, fetcher.chance, patience, place)
+        self._most = fetcher.pacer.sharers(LEAST_RATE, MAX_SENDING)
+        """Chunks in transfer at once."""
+        first_rate = min(FIRST_RATE, fetcher.pacer.rate / self._most / LATE or FIRST_RATE)
+        self.state = DownloadState(missing, fetcher.chance, patience, first_rate, place)
         self.begun = time.monotonic()
-        self.due = self.begun + patience + (size / FIRST_RATE if usual_s is None else usual_s)
+        self.due = self.begun + patience + (size / first_rate if usual_s is None else usual_s)
         """Time after which the origin is asked for every chunk that is not under way, even if others claim it.
         """
         self.origin = origin
@@ -130,11 +137,13 @@ class Fetch:
 
     def depth(self) -> int:
         """Return how many requests one source may have in flight: more where there are few sources."""
-        return max(DEPTH, min(DEPTH_MAX, 8 // (len(self.neighbours) + 1)))
+        return min(self._most, max(DEPTH, min(DEPTH_MAX, 8 // (len(self.neighbours) + 1))))
 
     def full(self) -> bool:
         """Return whether no further download may begin."""
-        return self.state.sending(time.monotonic()) >= MAX_SENDING
+        if self.fetcher.pacer.rate:  # those in a queue may all begin to send at once
+            return self.state.under_way >= self._most or self.fetcher.pacer.exhausted
+        return self.state.sending(time.monotonic()) >= self._most
 
     def download(
         self, source: bytes, chunk: ChunkRef | None, *, sending: bool = False
@@ -677,6 +686,7 @@ class BlobFetcher:
         *,
         seeds: Sequence[ChunkSource] = (),
         paths: PeerPaths | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         """`seeds` are asked before the origin; `paths` lead to peers that iroh does not reach."""
         self.place = 0
@@ -686,7 +696,8 @@ class BlobFetcher:
         self.wasted: Counter[bytes] = Counter()
         """Bytes that were wrong, or came a second time, by source."""
         self.chance = random.Random()
-        self.client = ChunkClient(links)
+        self.pacer = pacer or Pacer()
+        self.client = ChunkClient(links, self.pacer)
         self.peers = peers
         self.store = store
         self.arrivals = arrivals

@@ -34,8 +34,8 @@ SILENT_S = 2.0
 PLACE_S = 0.1
 """Seconds for which a source that was asked and sends nothing keeps its place in a fetch."""
 FIRST_RATE = 256 * 1024
-"""Bytes per second that a download should reach before any chunk has arrived; later the others' median divided
-by LATE."""
+"""Bytes per second that a download should reach before any chunk has arrived, without a limit of our own; later
+the others' median divided by LATE."""
 
 
 @dataclass(eq=False)
@@ -95,6 +95,8 @@ class DownloadState:
     chance: Random
     patience: float = IN_LINE_S
     """Seconds after which the origin may be asked for a chunk that was requested from others."""
+    first_rate: float = FIRST_RATE
+    """Bytes per second that a download should reach before any chunk has arrived."""
     place_s: float = PLACE_S
     """Seconds after which a source that was asked and sends nothing keeps no other source from taking part."""
     accounts: dict[bytes, SourceAccount] = field(default_factory=dict[bytes, SourceAccount])
@@ -111,6 +113,11 @@ class DownloadState:
     _rates: deque[float] = field(default_factory=lambda: deque[float](maxlen=32))
     _requested: dict[bytes, float] = field(default_factory=dict[bytes, float])
     """Time of the first request for each missing chunk."""
+
+    @property
+    def under_way(self) -> int:
+        """Count all downloads, also those that wait in a queue."""
+        return sum(map(len, self._downloads.values()))
 
     @property
     def typical_s(self) -> float | None:
@@ -345,7 +352,7 @@ class DownloadState:
     @property
     def _least_rate(self) -> float:
         """Bytes per second below which a download counts as late."""
-        return median(self._rates) / LATE if self._rates else FIRST_RATE
+        return median(self._rates) / LATE if self._rates else self.first_rate
 
     def _in_time(self, download: ChunkDownload, now: float) -> bool:
         """Return whether a download's bytes arrive fast enough to wait for them."""

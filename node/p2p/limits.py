@@ -3,11 +3,15 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from ipaddress import ip_address
 
 from ...crypto.hashing import digest
 from ...protocol.recent import RecentDict
 from ...protocol.version import KIB, MAX_GOSSIP
+
+BYTES_PER_MEGABIT = 125_000
 
 
 class TokenBuckets:
@@ -43,16 +47,69 @@ class TokenBuckets:
 
 
 class Pacer:
-    """Spread uploads over time; without a rate, never wait."""
+    """Spread bytes in one direction over time; without a rate, never wait.
 
-    def __init__(self, bytes_per_second: float) -> None:
-        rate = bytes_per_second
+    What goes out of our own (submissions) has the line first: while some of it goes, no chunk upload begins.
+    """
+
+    def __init__(self, bytes_per_second: float = 0.0) -> None:
+        self._turn = asyncio.Lock()
+        self._own = 0
+        self.set_rate(bytes_per_second)
+
+    def set_rate(self, bytes_per_second: float) -> None:
+        """Change the rate from now on; 0: none."""
+        rate = self.rate = bytes_per_second
         self._bucket = TokenBuckets(rate, rate, limit=1) if rate else None
 
     async def pace(self, size: int) -> None:
-        """Wait until `size` bytes may go out."""
-        if self._bucket is not None:
-            await asyncio.sleep(self._bucket.debt(b"", time.monotonic(), size))
+        """Wait until `size` bytes may go."""
+        await asyncio.sleep(self.charge(size))
+
+    def charge(self, size: int) -> float:
+        """Count `size` bytes that go or went; return the seconds until all that was counted had its time."""
+        return self._bucket.debt(b"", time.monotonic(), size) if self._bucket else 0.0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether more bytes went than the rate allows until now."""
+        return self.charge(0) > 0.0
+
+    def sharers(self, least: float, most: int) -> int:
+        """Count the transfers that may share the rate, with `least` bytes a second for each: 1 to `most`."""
+        return max(1, min(most, int(self.rate / least))) if self.rate else most
+
+    @asynccontextmanager
+    async def own(self) -> AsyncGenerator[None]:
+        """Have the line first during the block; where there is a rate, one such block at a time."""
+        if not self.rate:
+            yield
+            return
+        self._own += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._own -= 1
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether an own() block has the line, or waits for it."""
+        return self._own > 0
+
+
+class Rates:
+    """The two directions of a node's line, as its owner limits them."""
+
+    def __init__(self, upload_mbps: float = 0.0, download_mbps: float = 0.0) -> None:
+        """Megabits/s; 0: no limit."""
+        self.up, self.down = Pacer(), Pacer()
+        self.set(upload_mbps, download_mbps)
+
+    def set(self, upload_mbps: float, download_mbps: float) -> None:
+        """Change both from now on."""
+        self.up.set_rate(upload_mbps * BYTES_PER_MEGABIT)
+        self.down.set_rate(download_mbps * BYTES_PER_MEGABIT)
 
 
 def network_of(address: str) -> str:

@@ -100,6 +100,8 @@ class PeerTable:
 
     def __init__(self) -> None:
         self._peers: dict[bytes, Peer] = {}
+        self._sent = self._received = 0
+        """Bytes of rows that were dropped."""
 
     def get(self, node: bytes) -> Peer:
         """Return the row of `node`, adding it if it is new; may then forget rows that are no longer of use."""
@@ -116,13 +118,25 @@ class PeerTable:
         idle = [peer for peer in self._peers.values() if not peer.hinted and peer.path() is None]
         # sorts stably: of those that were never seen, the oldest go
         for peer in nsmallest(DROPPED, idle, key=lambda peer: (peer.tier, peer.last_seen)):
-            del self._peers[peer.node]
+            self._drop(peer)
+
+    def _drop(self, peer: Peer) -> None:
+        sent, received = peer.traffic()
+        self._sent, self._received = self._sent + sent, self._received + received
+        del self._peers[peer.node]
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes (sent, received) over all connections to all peers, also to those dropped since."""
+        rows = [peer.traffic() for peer in self._peers.values()]
+        return self._sent + sum(sent for sent, _ in rows), self._received + sum(
+            got for _, got in rows
+        )
 
     def forget(self, node: bytes) -> None:
         """Drop the row of a peer that is not connected, unless a ticket names it."""
         peer = self._peers.get(node)
         if peer is not None and not peer.hinted and peer.path() is None:
-            del self._peers[node]
+            self._drop(peer)
 
     def rows(self) -> list[Peer]:
         """Return a snapshot of all rows."""

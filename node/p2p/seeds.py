@@ -20,6 +20,7 @@ from ...protocol.manifests import ChunkRef
 from ...protocol.version import KIB
 from ..errors import TicketError, UsageError
 from .chunk_client import ChunkSource
+from .limits import Pacer
 from .rpc import Refused, TooSlow
 from .transport import StreamClosed, TransportError, Unreachable
 
@@ -41,11 +42,14 @@ HEADERS = {"Accept-Encoding": "identity", "User-Agent": "primerl-node"}
 class HttpSeed:
     """One base URL; a ChunkSource. Made by open_seeds()."""
 
-    def __init__(self, base: str, name: str, session: "ClientSession") -> None:
+    def __init__(self, base: str, name: str, session: "ClientSession", pacer: Pacer) -> None:
         """`base`: an http(s) URL, perhaps with a user, a password or a query that it wants to be asked with."""
         self._base = urlsplit(base)
         self._name = name
         self._session = session
+        self._pacer = pacer
+        self.received = 0
+        """Bytes of the chunks that came, also of those that broke off."""
 
     @property
     def name(self) -> str:
@@ -104,6 +108,8 @@ class HttpSeed:
         data = bytearray()
         while piece := await response.content.read(min(PIECE, size + 1 - len(data))):
             data += piece
+            self.received += len(piece)
+            await self._pacer.pace(len(piece))
             if len(data) > size:
                 raise TransportError(
                     f"{self.name} sends more than the {size} bytes that were signed"
@@ -124,6 +130,8 @@ class FolderSeed:
         """`base`: a file URL."""
         self._base = urlsplit(base)
         self.name = name
+        self.received = 0
+        """Bytes that came over a network: none."""
 
     async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
         """Fetch exactly `chunk.size` bytes that claim to be this chunk, within `deadline` seconds.
@@ -166,9 +174,9 @@ def read_most(path: Path, size: int) -> bytes:
 
 @asynccontextmanager
 async def open_seeds(
-    urls: Sequence[str], *, authority: Path | None = None
+    urls: Sequence[str], *, authority: Path | None = None, pacer: Pacer | None = None
 ) -> AsyncGenerator[tuple[ChunkSource, ...]]:
-    """Open one seed for each base URL; those on the web share a session that ends with the block.
+    """Open one seed for each base URL; those on the web share a session that ends with the block, and `pacer`.
 
     `authority`: a PEM file of certificates to trust beside the system's own.
 
@@ -192,7 +200,9 @@ async def open_seeds(
         trust_env=False,  # no proxy and no .netrc of the environment
     ) as session:
         yield tuple(
-            FolderSeed(url, name) if _is_folder(url) else HttpSeed(url, name, session)
+            FolderSeed(url, name)
+            if _is_folder(url)
+            else HttpSeed(url, name, session, pacer or Pacer())
             for url, name in named
         )
 

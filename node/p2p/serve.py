@@ -264,6 +264,9 @@ OVERDUE = 4.0
 reader, on purpose or not, must not hold up others."""
 MAX_UPLOADS = 64
 """Most uploads at a time, with overdue ones, which occupy no slot."""
+LEAST_RATE = 44 * 1024
+"""Bytes per second that an upload under a limit needs: its receiver waits for a piece (PIECE) for PIECE_S of
+chunk_client.py, twice the time that it takes at this rate."""
 MAX_QUEUE = 512
 """Requests that may wait; further ones are told BUSY."""
 HALF_LIFE_S = 10.0
@@ -318,9 +321,11 @@ class UploadSlots:
         *,
         queue: int = MAX_QUEUE,
         clock: Callable[[], float] = time.monotonic,
+        pacer: Pacer | None = None,
     ) -> None:
-        """`slots` is the limit at the start; the best limit is learned."""
+        """`slots` is the limit at the start; the best limit is learned. `pacer` may allow fewer."""
         self._limit = UploadLimit(slots)
+        self._pacer = pacer or Pacer()
         self._most_waiting = queue
         self._clock = clock
         self._uploads: list[ActiveUpload] = []
@@ -365,7 +370,8 @@ class UploadSlots:
     def _grant(self) -> None:
         now = self._clock()
         patience = max(OVERDUE_S, OVERDUE * self._limit.typical_s)
-        while self._queue and len(self._uploads) < MAX_UPLOADS:
+        most = 0 if self._pacer.is_taken else self._pacer.sharers(LEAST_RATE, MAX_UPLOADS)
+        while self._queue and len(self._uploads) < most:
             beside = sum(1 for upload in self._uploads if now - upload.begun < patience)
             used = Counter(upload.peer for upload in self._uploads)
             # Of one peer: it cannot hold all slots by reading slowly on purpose.
@@ -414,16 +420,20 @@ class BlobServer:
         self._store = store
         self._arrivals = arrivals
         self._pacer = pacer
-        self._slots = UploadSlots()
+        self._slots = UploadSlots(pacer=pacer)
         self._copies = UploadCounts(random.Random())
         self._watches: Counter[bytes] = Counter()
         self.served: Counter[bytes] = Counter()
         """Chunk bytes by peer."""
+        self.closed = False
+        """Whether this node serves nothing for now, as its owner wants it."""
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
         """Answer one request (a router handler)."""
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             request: BlobRequest = await receive(stream, BlobRequest)  # type: ignore[arg-type]
+        if self.closed:
+            raise RemoteProtocolError(Reason.BUSY, "this node serves no chunks for now")
         match request:
             case GetChunk():
                 await self._give(peer, stream, request)
@@ -613,6 +623,31 @@ TCP_CALLERS = 1024
 """Peers whose request rate is remembered."""
 
 
+@dataclass
+class CountingStream:
+    """A stream, and how many bytes it has sent."""
+
+    stream: Stream
+    sent: int = 0
+
+    async def read_exact(self, size: int) -> bytes:
+        """Read exactly `size` bytes."""
+        return await self.stream.read_exact(size)
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of `data`."""
+        await self.stream.write(data)
+        self.sent += len(data)
+
+    async def finish(self) -> None:
+        """End our direction."""
+        await self.stream.finish()
+
+    async def abort(self) -> None:
+        """Reset both directions."""
+        await self.stream.abort()
+
+
 class TcpChunkServer:
     """Answer peers that ask over TCP, by the handler that answers them over QUIC."""
 
@@ -621,6 +656,8 @@ class TcpChunkServer:
         self._carrier = carrier
         self._peers = peers
         self._handler = handler
+        self.sent = 0
+        """Bytes of all streams that have ended."""
         self._requests = TokenBuckets(TCP_REQUESTS_PER_SECOND, TCP_REQUEST_BURST, limit=TCP_CALLERS)
 
     async def run(self) -> None:
@@ -630,9 +667,11 @@ class TcpChunkServer:
                 tasks.create_task(self._answer(peer, stream))
 
     async def _answer(self, peer: bytes, stream: Stream) -> None:
+        counted = CountingStream(stream)
         try:
-            await answer_stream(self._handle, self._peers, peer, stream)
+            await answer_stream(self._handle, self._peers, peer, counted)
         finally:
+            self.sent += counted.sent
             await stream.abort()
 
     async def _handle(self, peer: bytes, stream: Stream) -> None:

@@ -6,6 +6,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -24,14 +25,16 @@ from ..config.run import NodeConfig
 from ..errors import BusyError, NodeError, RunFailed, TicketError
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger
+from .chunk_client import TcpChunks
 from .connections import ConnectionPool, Gate, Handler, Router, no_gate, no_pipelines
 from .discovery import Discovery
 from .download import BlobFetcher
 from .gossip import Gossip, HoldingsAnnouncer
 from .heads import HeadServer, HeadStore
+from .limits import Rates
 from .peers import PeerTable
 from .rpc import Refused
-from .serve import BlobServer, ChunkArrivals
+from .serve import BlobServer, ChunkArrivals, TcpChunkServer
 from .transport import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -88,6 +91,9 @@ class NodeServices:
     fraud: "asyncio.Queue[RemoteProtocolError]"
     wire: WireRange = SPOKEN
     """Wire versions that this node speaks."""
+    rates: Rates = field(default_factory=Rates)
+    tcp: tuple[TcpChunks, TcpChunkServer] | None = None
+    """Both directions of chunks over TCP; None where discovery is off."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the trainer has admitted this node."""
     key_refusals: "asyncio.Queue[Refused]" = field(
@@ -95,6 +101,8 @@ class NodeServices:
     )
     left: bool = False
     """Whether this node has said goodbye."""
+    paused: Callable[[], str] = lambda: ""
+    """Returns why its owner lets it work on nothing for now; empty while it works."""
     keep_chunks: set[bytes] = field(default_factory=set[bytes])
     """Chunks that are not weights and are never collected: model files, manifests."""
 
@@ -208,6 +216,17 @@ class NodeServices:
             on_fraud=self.report_fraud,
             admitted=None if self.role == "trainer" else self.admitted,
         )
+
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes (sent, received) since the start, by QUIC, TCP and from web seeds.
+
+        Without what discovery itself sends and receives.
+        """
+        sent, received = self.peers.traffic()
+        if self.tcp is not None:
+            fetched, served = self.tcp
+            sent, received = sent + served.sent, received + fetched.received
+        return sent, received + sum(seed.received for seed in self.fetcher.seeds)
 
     async def say_goodbye(self, why: str = "") -> None:
         """Tell the trainer that this node leaves, so that its work goes to others; `why` names a failure."""

@@ -12,6 +12,7 @@ from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import SubmitFrom, SubmitOffer, Submitted
 from ...protocol.version import ALPN_CONTROL, MAX_SUBMISSION
 from .connections import ConnectionPool
+from .limits import Pacer
 from .rpc import TooSlow, receive_reply, send
 from .transport import Stream, StreamClosed, TransportError
 
@@ -25,12 +26,30 @@ PARTIAL_TTL_S = 300.0
 
 
 async def upload(
-    links: ConnectionPool, trainer: bytes, sealed: bytes, lease_id: int, *, deadline: float
+    links: ConnectionPool,
+    trainer: bytes,
+    sealed: bytes,
+    lease_id: int,
+    *,
+    deadline: float,
+    pacer: Pacer,
 ) -> bytes:
-    """Upload a sealed submission to the trainer; return the sealed receipt.
+    """Upload a sealed submission to the trainer, before any chunk; return the sealed receipt.
 
     Raises Refused, RemoteProtocolError, TransportError.
     """
+    async with pacer.own():
+        return await _upload(links, trainer, sealed, lease_id, deadline, pacer)
+
+
+async def _upload(
+    links: ConnectionPool,
+    trainer: bytes,
+    sealed: bytes,
+    lease_id: int,
+    deadline: float,
+    pacer: Pacer,
+) -> bytes:
     connection = await links.get(trainer, ALPN_CONTROL)
     stream = await connection.open_stream()
     try:
@@ -39,7 +58,9 @@ async def upload(
             reply = await receive_reply(stream, SubmitFrom | Submitted)  # type: ignore[arg-type]
             if isinstance(reply, SubmitFrom):
                 for start in range(reply.offset, len(sealed), PIECE_BYTES):
-                    await stream.write(sealed[start : start + PIECE_BYTES])
+                    piece = sealed[start : start + PIECE_BYTES]
+                    await pacer.pace(len(piece))
+                    await stream.write(piece)
                 with suppress(StreamClosed):  # it has read all and may be gone: its reply counts
                     await stream.finish()
                 reply = await receive_reply(stream, Submitted)

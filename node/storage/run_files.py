@@ -65,7 +65,7 @@ _CHUNKS = r"chunks/([0-9a-f]{2}/[0-9a-f]{2}/([0-9a-f]{64}|\.tmp-[0-9a-f]{16})|\.
 _LEDGER = rf"ledger\.(db{_DATABASE}|lock)"
 _NODE = "|".join(
     (
-        r"key\.pem|control\.sock|stage\.sock|\.?(allowed_environments|last_status)\.json(\.partial)?",
+        r"key\.pem|control\.sock|stage\.sock|\.?(allowed_environments|last_status|limits)\.json(\.partial)?",
         rf"\.?join\.toml(\.partial)?|{_LEDGER}|{_CHUNKS}|model/\.?{_MODEL}(\.partial)?|{_LOG}|{_WANDB}",
         rf"runs/[0-9a-f]{{16}}/({_LEDGER}|{_CHUNKS}|[\w.-]+/.+|[\w.-]+\.(json|sock))",
     )
@@ -84,6 +84,7 @@ _RUN = "|".join(
     )
 )
 _WRITTEN = re.compile(_RUN)
+_FETCHED = re.compile(rf"{_CHUNKS}|model/\.?{_MODEL}(\.partial)?")
 _OF_CHECKPOINT = re.compile(_CHECKPOINT)
 _OF_MODEL = re.compile(rf"(merged(\.partial)?/)?{_MODEL}")
 _FOLDERS = {
@@ -121,6 +122,12 @@ def written_by_learner(path: str) -> bool:
 def written_to_model(path: str) -> bool:
     """Return whether exported weights have this file, as written_to_checkpoint()."""
     return path in ("merged/", "merged.partial/") or bool(_OF_MODEL.fullmatch(path))
+
+
+def fetched_for_run(path: str) -> bool:
+    """Return whether a node that joined a run fetched this file, a path below runs/ID, and can do so again."""
+    folder = path.partition("/")[0] in ("chunks", "model")
+    return folder if path.endswith("/") else bool(_FETCHED.fullmatch(path))
 
 
 def _is_folder(name: str) -> bool:

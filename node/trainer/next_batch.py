@@ -6,7 +6,9 @@ It reads what the scheduler, the workers and the queue of submissions know, and 
 from collections import Counter
 
 from ...protocol.errors import Reason
+from ...protocol.version import MAX_NAME
 from ..config.run import RunConfig
+from ..errors import printable
 from ..training.advantages import has_equal_rewards
 from ..training.buffer import RolloutBuffer
 from .scheduler import LeaseScheduler
@@ -157,6 +159,8 @@ def _state(
         return f"failed ({worker.failure})" if worker.failure else "left"
     if registry.silence(node) >= SILENT_S:
         return SILENT
+    if worker.paused:
+        return f"paused ({printable(worker.paused, MAX_NAME)})"
     if worker.stats.version < 0:
         return f"loading a first policy, version {newest}"
     if registry.waits_for_bounds(node):

@@ -392,6 +392,7 @@ class LeaseScheduler:
         """Answer a lease request. Raises RemoteProtocolError."""
         worker = self.registry.update(peer, request.stats)
         worker.left, worker.failure = False, ""
+        self.registry.note_paused(worker, request.paused)
         self.registry.note_playable(worker, self._playable(request))
         now = time.time()
         if request.numerics is not None:
@@ -404,7 +405,7 @@ class LeaseScheduler:
                 self.registry.end_bans(now)
             if refusal := self.registry.refusal(peer):
                 raise RemoteProtocolError(Reason.BANNED, refusal)
-        if self.registry.proven(peer):
+        if self.registry.proven(peer) and not request.paused:
             self.book.present(peer, now)
         holding = request.holding
         if holding is not None and self.book.release_lost(peer, holding, now):

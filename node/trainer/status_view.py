@@ -119,7 +119,8 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
             row.left, silence = worker.left, registry.silence(node)
             row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
             joins = version < 0 and not row.left and not row.stage and row.role != "validator"
-            if joins and not silence:
+            row.paused = "" if row.left or row.silent_s else printable(worker.paused, MAX_NAME)
+            if joins and not silence and not row.paused:
                 # the connection is its sign of life
                 row.starting, row.last_seen_s = True, 0.0
     return rows

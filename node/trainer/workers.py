@@ -105,6 +105,8 @@ class WorkerState:
     """Numerics class that it claims; None if it claims none."""
     playable: frozenset[int] = frozenset()
     """Environments of the run that it says it can play, by index; empty before its first lease request."""
+    paused: str = ""
+    """Why its owner lets it work on nothing for now; empty while it works."""
     left: bool = False
     """Whether it said goodbye, and no hello or lease request since; its waiting request gets no lease."""
     failure: str = ""
@@ -387,8 +389,7 @@ class WorkerRegistry:
 
     def _try(self, peer: bytes, hello: Hello) -> Welcome:
         """Answer a trial hello as that of a newcomer, and admit nobody. Raises RemoteProtocolError."""
-        if hello.wire_version != WIRE_VERSION:
-            raise wrong_version("your node", hello.wire_version, here="the trainer")
+        common = self._common_version(hello)
         now = int(time.time())
         check_clock(hello.unix_time, now)
         self.services.head_server.check_going_on()
@@ -396,13 +397,18 @@ class WorkerRegistry:
         if not self._hellos.take(ticket, self.clock()):
             raise RemoteProtocolError(Reason.BUSY, TOO_MANY_HELLOS)
         seen_from = self.services.peers.seen_from(peer)
-        return Welcome(self._sealed_manifest, __version__, WIRE_VERSION, now, seen_from)
+        return Welcome(self._sealed_manifest, __version__, common, now, seen_from)
 
-    def _admit(self, peer: bytes, hello: Hello) -> Welcome:
+    def _common_version(self, hello: Hello) -> int:
+        """Return the newest wire version that both speak. Raises RemoteProtocolError."""
         own = self.services.wire
         common = own.common(hello.spoken)
         if common is None:
             raise no_common_version(own, hello.spoken, called="your node", software=__version__)
+        return common
+
+    def _admit(self, peer: bytes, hello: Hello) -> Welcome:
+        common = self._common_version(hello)
         now = int(time.time())
         check_clock(hello.unix_time, now)
         self.services.head_server.check_going_on()
@@ -515,6 +521,12 @@ class WorkerRegistry:
                 # it can play environments that others cannot: that counts at once
                 self._able_at = -math.inf
 
+    def note_paused(self, worker: WorkerState, why: str) -> None:
+        """Record that a worker's owner paused it, in its words; empty: that it works."""
+        if worker.paused != why:
+            worker.paused = why
+            self._able_at = self._present_at = self._sources_at = -math.inf
+
     def able(self, age_s: float = ABLE_S) -> Counter[int]:
         """Count the present workers by the environments that they are leased, at most `age_s` ago."""
         now = self.clock()
@@ -523,7 +535,10 @@ class WorkerRegistry:
             self._able = Counter(
                 number
                 for node, worker in self.workers.items()
-                if not worker.left and worker.heard >= now - GONE_S and not self.refusal(node)
+                if not worker.left
+                and not worker.paused
+                and worker.heard >= now - GONE_S
+                and not self.refusal(node)
                 for number in self.leasable(node)
             )
         return self._able
@@ -627,10 +642,11 @@ class WorkerRegistry:
         return record is None or record.role == "inference"
 
     def present(self) -> int:
-        """Count the members that were heard within PRESENT_S, at most ABLE_S ago."""
+        """Count the members that were heard within PRESENT_S and are not paused, at most ABLE_S ago."""
         now = self.clock()
         if now - self._present_at >= ABLE_S:
-            self._present_at, self._present = now, len(self.members(PRESENT_S))
+            working = (not self.workers[node].paused for node in self.members(PRESENT_S))
+            self._present_at, self._present = now, sum(working)
         return self._present
 
     @property
@@ -883,7 +899,8 @@ class WorkerRegistry:
         """Return the workers that others can fetch from, by rank; only some of the newcomers."""
         holders: list[ChunkHolder] = []
         for node, worker in self.workers.items():
-            if now - worker.asked >= ALIVE_S or worker.stats.version < 0 or self.refusal(node):
+            silent = now - worker.asked >= ALIVE_S or worker.paused
+            if silent or worker.stats.version < 0 or self.refusal(node):
                 continue
             row = self.services.peers.get(node)
             if row.record is not None and row.record.share_address:

@@ -189,6 +189,10 @@ class ValidatorRole:
             if len(self._jobs) >= self.jobs_at_once:
                 await asyncio.wait(self._jobs, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 continue
+            if why := self._services.paused():
+                self._obstacle = f"paused: {why}"
+                await self._heads.wait(lambda: not self._services.paused(), 1.0)
+                continue
             if not await self._sync.wait_order((0, 0), 1.0):
                 self._obstacle = self._sync.waits_for
                 continue

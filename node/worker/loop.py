@@ -36,6 +36,7 @@ from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.uploads import upload
 from ..p2p.waiting import LogBackoff
+from ..weights.chain import NOTHING
 from .pipelined_engine import PipelinedEngine
 from .rollouts import AdmissionControl, GenerationClock, LeaseResult, RolloutGenerator
 from .upload import UploadQueue
@@ -59,6 +60,17 @@ STALLED_S = 60.0
 STALLED = 4.0
 """Seconds, and factor of a lease's usual time, without a token or the end of a rollout, after which the leases
 are handed back: the engine hangs, and others can do the work meanwhile."""
+
+
+async def stay_paused(services: NodeServices) -> None:
+    """Give signs of life before there is an engine, as long as this node is paused."""
+    while (why := services.paused()) and not services.heads.ended:
+        request = LeaseRequest(0, WorkerStats(-1), paused=why)
+        try:
+            await services.ask_trainer(request, LeaseReply, deadline=ASK_TIMEOUT_S)
+        except (TransportError, Refused, RemoteProtocolError) as error:
+            logger.debug("the trainer does not hear that this node is paused: %s", error)
+        await services.heads.wait(lambda: not services.paused(), HEARTBEAT_S)
 
 
 class EngineProgress:
@@ -124,6 +136,10 @@ class InferenceRole:
         """Numerics class of this node, sent in runs that measure bounds for each class."""
         self.verdicts = verdicts
         self._max_leases = leases
+        self._told = ""
+        """What the trainer knows of services.paused()."""
+        self._catch_up = (0, NOTHING)
+        """(epoch, version) to hold before a lease is asked for: the newest one at the end of a pause."""
         self._environments = environments
         concurrency = Concurrency(
             max_batch=config.max_batch * config.replicas,
@@ -228,7 +244,10 @@ class InferenceRole:
                 now = time.monotonic()
                 if why := fault or self._progress.stalled(stats.generated_tokens, now):
                     self._give_up(why)
-            wanted = 0 if fault else self._wanted()
+            if paused := self._services.paused():
+                self._catch_up = self._book.order()
+            waits = fault or paused or self._weights.order < self._catch_up
+            wanted = 0 if waits else self._wanted()
             if not wanted and not self._has_news():
                 self._room.clear()
                 with suppress(TimeoutError):
@@ -282,7 +301,8 @@ class InferenceRole:
     def _has_news(self) -> bool:
         """Return whether to send a request although no lease is wanted."""
         waited = time.monotonic() - self._asked
-        return self._given_up or (self._weights.version >= 0 and waited >= HEARTBEAT_S)
+        news = self._given_up or self._told != self._services.paused()
+        return news or (self._weights.version >= 0 and waited >= HEARTBEAT_S)
 
     async def _rest(self, seconds: float) -> None:
         """Sleep for `seconds` or until the run ends."""
@@ -293,13 +313,15 @@ class InferenceRole:
 
     async def _ask_leases(self, wanted: int) -> LeaseReply:
         self._asked, self._given_up = time.monotonic(), False
+        paused = self._services.paused()
         working, generating = self._clock.read(time.monotonic())
         stats = WorkerStats(self._weights.version, working, generating, self.chunk_sources())
         reply = await self._services.ask_trainer(
-            LeaseRequest(wanted, stats, self._holding(), self._numerics, self._playable()),
+            LeaseRequest(wanted, stats, self._holding(), self._numerics, self._playable(), paused),
             LeaseReply,
             deadline=ASK_TIMEOUT_S,
         )
+        self._told = paused
         self._weights.upstreams.learn(reply.upstreams, reply.downstreams)
         for sealed in reply.verdicts:
             await self.verdicts.take(sealed)
@@ -345,8 +367,15 @@ class InferenceRole:
             self._room.set()
 
     async def _upload(self, sealed: bytes, lease_id: int) -> bytes:
-        trainer = self._run.trainer
-        return await upload(self._services.links, trainer, sealed, lease_id, deadline=ASK_TIMEOUT_S)
+        services = self._services
+        return await upload(
+            services.links,
+            self._run.trainer,
+            sealed,
+            lease_id,
+            deadline=ASK_TIMEOUT_S,
+            pacer=services.rates.up,
+        )
 
     # -- the work of a lease ---------------------------------------------------------------------
 
@@ -387,8 +416,14 @@ class InferenceRole:
             with self._clock.generating():
                 return await self._generator.play(lease)
 
+    def hand_back(self, why: str) -> int:
+        """Abandon all leases, so that other workers get them; return how many that are."""
+        leases = len(self._working)
+        if leases:
+            self._give_up(why)
+        return leases
+
     def _give_up(self, fault: str) -> None:
-        """Abandon all leases because no engine works, so that other workers get them."""
         logger.warning("%d lease(s) are abandoned: %s", len(self._working), fault)
         self._given_up = True
         for task in self._working.values():

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -27,6 +28,7 @@ from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..storage.chunk_store import read_chunk
 from ..storage.ledger import Ledger
+from ..tasks import end_tasks
 from ..weights.chain import NOTHING, Needs, NoPath, Step, VersionChain, all_chunks
 from ..weights.payload import NeededChunks, TensorShare, everything
 from ..weights.replica import Policy, WeightReplica
@@ -339,8 +341,9 @@ class WeightSync:
         goal: Callable[[], AdmittedHead | None] | None = None,
         on_policy: OnPolicy = lambda policy, changed: None,
         ready: asyncio.Event | None = None,
+        held: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Fetch, prove and load only the tensors of `share`.
+        """Fetch, prove and load only the tensors of `share`, and nothing new while `held` says so.
 
         `ready` is set, and the book woken, once the engine has started; None: it has. `goal` returns the head
         to go to, unless reach() asked for a newer one; by default the newest head. `on_policy` is called in a
@@ -354,6 +357,7 @@ class WeightSync:
         self._goal = goal or services.heads.latest
         self._on_policy = on_policy
         self._ready = ready
+        self._held = held
         self._asked = (0, NOTHING)
         """Newest (epoch, version) that reach() was asked for."""
         self.stored = (0, NOTHING)
@@ -404,6 +408,9 @@ class WeightSync:
     async def run(self) -> None:
         """Follow the target head until the run ends."""
         while not self._book.ended:
+            if self._held():
+                await self._book.wait(lambda: not self._held(), LOOK_S)
+                continue
             head = self._target()
             if head is not None and head.order > self._order:
                 await self._try(head)
@@ -566,12 +573,24 @@ class WeightSync:
         chunks = self._planner.needed(steps)
         if chunks:
             self._services.holdings.tell(*order, False)
-            await self._services.fetcher.fetch(
+            fetching = self._services.fetcher.fetch(
                 chunks,
                 self.upstreams.nodes,
                 self._services.trainer,
                 holders=lambda: self._services.peers.holders(*order, time.time()),
             )
+            await self._unless_held(fetching)
+
+    async def _unless_held(self, fetching: Coroutine[Any, Any, None]) -> None:
+        """Await `fetching`, or end it once this node is held. Raises NetworkError then, and its errors."""
+        task = asyncio.create_task(fetching, name="fetch")
+        try:
+            while not (await asyncio.wait((task,), timeout=LOOK_S))[0]:
+                if self._held():
+                    raise NetworkError("this node was paused")
+            task.result()
+        finally:
+            await end_tasks(task)
 
     async def _write(self, policy: Policy) -> None:
         """Give the engine the proved policy: only the changes, if they are known."""

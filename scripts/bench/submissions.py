@@ -51,6 +51,7 @@ from primerl.node.environments.verifiers import VerifiersEnvironment
 from primerl.node.inference.fingerprint import pack
 from primerl.node.p2p.connections import ConnectionPool
 from primerl.node.p2p.iroh import IrohTransport
+from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.transport import Transport
@@ -372,6 +373,7 @@ class Worker:
                         bundle,
                         lease.lease_id,
                         deadline=DEADLINE_S,
+                        pacer=Pacer(),
                     )
                     break
                 except Refused as refusal:

@@ -146,6 +146,7 @@ AT_ITS_LIMIT: list[tuple[type[Message], str, object, object]] = [
     (m.Heads, "notices", (m.HeadNotice(b""),) * 64, (m.HeadNotice(b""),) * 65),
     (m.LeaseRequest, "wanted", 64, 65),
     (m.LeaseRequest, "wanted", 0, -1),
+    (m.LeaseRequest, "paused", "x" * 256, "x" * 257),
     (m.LeaseRequest, "stats", m.WorkerStats(-1), m.WorkerStats(-2)),
     (
         m.LeaseRequest,

@@ -70,6 +70,7 @@ class Bare:
         pacer: Pacer | None = None,
         seeds: Sequence[ChunkSource] = (),
         paths: PeerPaths | None = None,
+        downlink: Pacer | None = None,
     ) -> None:
         self.id = node_id(name)
         self.network = network
@@ -80,7 +81,13 @@ class Bare:
         self.arrivals = ChunkArrivals()
         self.server = BlobServer(self.store, self.arrivals, pacer or Pacer(0))
         self.fetcher = BlobFetcher(
-            self.links, self.peers, self.store, self.arrivals, seeds=seeds, paths=paths
+            self.links,
+            self.peers,
+            self.store,
+            self.arrivals,
+            seeds=seeds,
+            paths=paths,
+            pacer=downlink,
         )
         self._handlers = {ALPN_BLOBS: handler or self.server.handle}
 

@@ -24,8 +24,12 @@ def install_nvml(
     total: int = 141 << 30,
     free: int = 140 << 30,
     fault: type[NvmlError] | None = None,
+    programs: Mapping[int, tuple[int, int]] | None = None,
 ) -> None:
-    """Let NVML list GPUs of these UUIDs, some of them cut into `slices`; `fault` is what its start raises."""
+    """Let NVML list GPUs of these UUIDs, some of them cut into `slices`; `fault` is what its start raises.
+
+    `programs` are on the last GPU: bytes and percent of its time by pid.
+    """
     cut = slices or {}
 
     def start() -> None:
@@ -50,6 +54,20 @@ def install_nvml(
             raise NvmlError
         return cut[uuid][index]
 
+    def running(uuid: str) -> list[Any]:
+        here = (programs or {}) if uuid == uuids[-1] else {}
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, (size, _) in here.items()]
+
+    def samples(uuid: str, since: int) -> list[Any]:
+        here = (programs or {}) if uuid == uuids[-1] else {}
+        if not here:
+            raise NvmlError  # nobody computed
+        newest = [
+            SimpleNamespace(pid=pid, timeStamp=since + 2, smUtil=share)
+            for pid, (_, share) in here.items()
+        ]
+        return [*newest, *(SimpleNamespace(pid=pid, timeStamp=since, smUtil=99) for pid in here)]
+
     found: dict[str, Any] = {
         "NVMLError": NvmlError,
         "NVMLError_LibraryNotFound": LibraryNotFound,
@@ -59,6 +77,10 @@ def install_nvml(
         "nvmlSystemGetDriverVersion": lambda: "570.1",
         "nvmlDeviceGetCount": lambda: len(uuids),
         "nvmlDeviceGetHandleByIndex": uuids.__getitem__,
+        "nvmlDeviceGetHandleByUUID": str,
+        "nvmlDeviceGetComputeRunningProcesses": running,
+        "nvmlDeviceGetGraphicsRunningProcesses": running,
+        "nvmlDeviceGetProcessUtilization": samples,
         "nvmlDeviceGetUUID": str,
         "nvmlDeviceGetName": "NVIDIA H200{:.0}".format,
         "nvmlDeviceGetMemoryInfo": memory,

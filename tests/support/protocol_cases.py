@@ -412,7 +412,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.RunEnded("40 steps are done", "stopped"),
     m.GetHeads(-1),
     m.Heads((NOTICE, m.HeadNotice(sealed_head(head(1))))),
-    m.LeaseRequest(2, STATS, environments=(0, 2)),
+    m.LeaseRequest(2, STATS, environments=(0, 2), paused="outside its hours"),
     m.LeaseReply(
         (SEALED_LEASE,), (sealed(Purpose.VERDICT),), (SEALED_RECORD,), 500, (SEALED_RECORD,)
     ),

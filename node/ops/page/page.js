@@ -78,6 +78,7 @@ function tiles(status) {
     add("Trust", status.trust === null ? "-" : status.trust.toFixed(2), "of the trainer in this node");
     add("Policy", version(status.version), `the newest is ${version(status.newest_version)}`);
     add("Leases held", status.leases);
+    if (status.limits) addLimits(add, status.limits);
   }
   if (engine) add("Engine", `${short(engine.tokens_per_s)} tokens/s`, engine.fault ? clean(engine.fault) : `${engine.inflight} of ${engine.cap} in flight`);
   if (trainer) {
@@ -100,6 +101,17 @@ function tiles(status) {
     const [term, figure] = list.children[at].children;
     put(term, name); put(figure.children[0], String(value)); put(figure.children[1], String(note));
   });
+}
+
+// What the node's owner allows it. Nothing is set here: the notes name the command.
+function addLimits(add, limits) {
+  if (limits.paused) add("Paused", clean(limits.paused), "primerl-node resume");
+  else add("Works", limits.hours ? clean(limits.hours, 80) : "always", limits.when === "idle" ? "when nobody else computes" : "primerl-node pause --for 2h");
+  const most = (rate) => (rate ? `${rate} Mbit/s` : "no limit");
+  if (limits.upload || limits.download) add("Line", `${most(limits.upload)} up`, `${most(limits.download)} down; change limits.* and primerl-node reload`);
+  const used = limits.month_sent + limits.month_received;
+  const whole = limits.monthly_gb ? `${size(used)} of ${limits.monthly_gb} GB` : size(used);
+  add(`Bytes in ${clean(limits.month, 10)}`, whole, limits.serves ? `${size(limits.month_sent)} up, ${size(limits.month_received)} down` : "serves no chunks");
 }
 
 const CHARTS = [
@@ -147,6 +159,7 @@ function stateOf(row) {
   if (row.second) return ["bad", row.second];
   if (row.left) return ["dim", `left ${duration(row.silent_s)} ago`];
   if (row.silent_s) return ["warn", `silent for ${duration(row.silent_s)}`];
+  if (row.paused) return ["dim", `paused: ${row.paused}`];
   if (row.suspicion >= 0.5) return ["warn", `suspicious, ${Math.round(100 * row.suspicion)} % of the way to a ban`];
   if (row.starting) return ["dim", "starting"];
   if (row.stage) return ["", `stage ${row.stage}`];

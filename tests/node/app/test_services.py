@@ -8,7 +8,7 @@ from support.memory_network import MemoryDiscovery, MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app.factories import Factories
-from primerl.node.app.services import open_services, open_store
+from primerl.node.app.services import drop_other_runs, open_services, open_store
 from primerl.node.config.run import JoinConfig, NetworkConfig
 from primerl.node.errors import BusyError
 from primerl.node.p2p.discovery import Discovery
@@ -94,3 +94,22 @@ async def test_a_port_that_another_program_took_is_given_up_unless_it_was_asked_
     assert await started(machine, tmp_path) == second
     with pytest.raises(BusyError, match="7000 is in use"):
         await started(machine, tmp_path, port=7000)
+
+
+def test_what_was_fetched_for_other_runs_goes_when_a_node_joins_another(tmp_path: Path) -> None:
+    chunk = f"chunks/ab/cd/abcd{'0' * 60}"
+    gone = (chunk, "model/config.json", "model/model-00001-of-00002.safetensors")
+    kept = ("ledger.db", "ledger.lock", "model/notes.txt", "chunks/mine", "key.pem")
+    now, before, foreign = (tmp_path / "runs" / name for name in ("1" * 16, "2" * 16, "mine"))
+    elsewhere = tmp_path / "elsewhere"
+    for directory in (now, before, foreign, elsewhere):
+        for name in (*gone, *kept):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text("x")
+    (tmp_path / "runs" / ("3" * 16)).symlink_to(elsewhere)
+    drop_other_runs(now)
+    for directory in (now, foreign, elsewhere):
+        assert all((directory / name).exists() for name in (*gone, *kept))
+    assert not any((before / name).exists() for name in gone)
+    assert all((before / name).exists() for name in kept)
+    assert not (before / "chunks" / "ab").exists()

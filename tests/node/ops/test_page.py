@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from support.figures import PEER, TRAINER, WORKER
 
 from primerl.node.ops.dashboard import Dashboard, DashboardLimits, Query
-from primerl.node.ops.figures import Curves, NodeFigures, PeerRow, Status
+from primerl.node.ops.figures import Curves, LimitsRow, NodeFigures, PeerRow, Status
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = (
@@ -250,6 +250,30 @@ async def test_a_worker_sees_its_own_contribution(chromium: Any) -> None:
     tiles = await page.inner_text("#tiles")
     assert "Your contribution\n9\nrollouts accepted" in tiles
     assert await page.is_hidden("nav a[href='#ticket']")
+    await dashboard.close()
+
+
+async def test_a_worker_s_limits_are_shown_with_the_command_that_changes_them(
+    chromium: Any,
+) -> None:
+    limits = LimitsRow(hours="22:00-07:00", upload=5.0, month="2026-11", month_sent=3 * 10**9)
+    node = ShownNode(replace(WORKER, limits=limits), replace(PEER, paused=HOSTILE[0]))
+    dashboard, page = await opened(chromium, node, [])
+    tiles = await page.inner_text("#tiles")
+    for words in (
+        "Works\n22:00-07:00\nprimerl-node pause",
+        "5 Mbit/s up",
+        "Bytes in 2026-11\n3.0 GB",
+    ):
+        assert words in tiles
+    paused = replace(limits, paused="by its owner, until 14:00", serves=False, monthly_gb=100.0)
+    node.status = replace(WORKER, limits=paused)
+    await page.locator("#tiles", has_text="primerl-node resume").wait_for()
+    tiles = await page.inner_text("#tiles")
+    assert "Paused\nby its owner, until 14:00" in tiles
+    assert "3.0 GB of 100 GB\nserves no chunks" in tiles
+    await page.evaluate("location.hash = 'peers'")
+    await page.locator("#table", has_text="paused: <img").wait_for()
     await dashboard.close()
 
 
