@@ -19,6 +19,7 @@ from ..protocol.errors import RemoteProtocolError
 from . import (
     ban,
     bundle,
+    chat,
     dashboard,
     doctor,
     environments,
@@ -123,6 +124,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "pardon": (ban.pardon, "Forget what is held against a worker."),
     "bans": (ban.bans, "List who is banned, since when and why."),
     "bundle": (bundle.bundle, "Collect what helps to find a node's fault, without secrets."),
+    "chat": (chat.run, "Ask a model before and after its run, or several, the same."),
     "explain": (explain.run, "Show why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
     "replay": (
