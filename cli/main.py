@@ -4,6 +4,7 @@ Nothing heavy may be imported at the top of any file in this package: `--help` m
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from . import (
     join,
     judge,
     models,
+    reference,
     replay,
     rollouts,
     service,
@@ -71,11 +73,14 @@ Exit codes:
 # Some versions of typer bundle click: this is the ClickException of that copy.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
+EXTRA = re.compile(r"unexpected extra argument(?:s|\(s\))? \((\S+)\)")
+"""click's message for one argument too many."""
+
 app = typer.Typer(
     name=PROGRAM,
     help=HELP,
     epilog=EPILOG,
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -135,6 +140,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "stop": (status.stop, "Stop the running node in order."),
     "init": (identity.init, "Make this node's key."),
     "id": (identity.show, "Show this node's id."),
+    "man": (reference.man, "Print the manual page: primerl-node man | man -l -"),
     "retire": (identity.retire, "End this node's key: it was stolen, or is of no use."),
 }
 for _name, (_command, _help) in CONFIGURED.items():
@@ -215,6 +221,11 @@ def _command_line(error: Exception) -> int:
         typer.echo(message)  # no arguments at all: the help itself and, as with git, no success
         return code
     place = getattr(context, "command_path", PROGRAM)
+    parts: list[Any] = getattr(getattr(context, "command", None), "params", [])
+    options = {flag for part in parts for flag in part.opts}
+    if (extra := EXTRA.search(message)) and "--data-dir" in options:
+        message = f"{extra[1]!r} is not understood here: did you mean `--data-dir {extra[1]}`?"
+        return _fail(message, code)
     return _fail(f"{message.rstrip('.')} (see `{place} --help`)", code)
 
 

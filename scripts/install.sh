@@ -101,5 +101,7 @@ log=$venv/install.log started=$SECONDS
 : >"$log"
 install --editable "$root${extras:+[$extras]}"
 install --no-deps libp2p # one of its requirements needs a compiler; pyproject.toml lists the others
+mkdir -p "$venv/share/man/man1" # `man primerl-node` finds it while .venv is activated
+"$venv/bin/primerl-node" man >"$venv/share/man/man1/primerl-node.1"
 wanted_stamp >"$stamp"
 say "installed in $((SECONDS - started)) s"
