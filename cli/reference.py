@@ -40,29 +40,29 @@ class CommandHelp:
     options: list[tuple[str, str]]
 
 
-def man() -> None:
+def man(ctx: typer.Context) -> None:
     """Print the manual page: `primerl-node man | man -l -`.
 
     scripts/install.sh puts it where `man primerl-node` finds it while .venv is activated.
     """
-    text = man_page()
+    text = man_page(ctx.find_root().command)
     sys.stdout.reconfigure(encoding="utf-8")  # pyright: ignore[reportAttributeAccessIssue]
     typer.echo(text, nl=False)
 
 
-def man_page() -> str:
+def man_page(program: Any) -> str:
     """Write the manual page, in the macros of man(7)."""
-    program, *commands = command_helps()
+    whole, *commands = command_helps(program)
     lines = [
         f'.TH PRIMERL\\-NODE 1 "" "primerl\\-node {__version__}" "User Commands"',
         ".SH NAME",
         "primerl\\-node \\- peer\\-to\\-peer reinforcement learning of language models",
         ".SH SYNOPSIS",
-        _roff(f"primerl-node {program.usage}"),
+        _roff(f"primerl-node {whole.usage}"),
         ".SH DESCRIPTION",
-        *_roff_paragraphs(program.paragraphs),
+        *_roff_paragraphs(whole.paragraphs),
         ".SH OPTIONS",
-        *_roff_options(program.options),
+        *_roff_options(whole.options),
         ".SH COMMANDS",
         "Commands that take config keys list them by \\-\\-help\\-all.",
     ]
@@ -73,17 +73,17 @@ def man_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def commands_page() -> str:
+def commands_page(program: Any) -> str:
     """Write the page of all commands, in Markdown."""
-    _, *commands = command_helps()
-    lines = ["# Commands", "", "From the programs' own `--help`, which has the same."]
+    _, *commands = command_helps(program)
+    lines = ["# Commands", "", "What `--help` of each says."]
     for command in commands:
         lines += ["", f"## {command.name}", "", f"    primerl-node {command.usage}", ""]
         for text, verbatim in command.paragraphs:
-            lines += [_indented(text) if verbatim else text, ""]
+            lines += [_indented(text) if verbatim else _prose(text), ""]
         if command.options:
             lines += ["| option | |", "|---|---|"]
-            lines += [f"| `{_cell(names)}` | {_cell(about)} |" for names, about in command.options]
+            lines += [f"| `{names}` | {_prose(about)} |" for names, about in command.options]
     return "\n".join(lines) + "\n"
 
 
@@ -101,31 +101,26 @@ def config_page(command: str) -> str:
     lines += table
     for entry in entries(config_of(command)):
         if isinstance(entry, Key):
-            cells = (f"`{entry.path}`", f"`{entry.kind}`", f"`{entry.default}`", entry.meaning)
-            lines.append(f"| {' | '.join(map(_cell, cells))} |")
+            kinds = " or ".join(f"`{kind}`" for kind in entry.kind.split("|"))
+            cells = (f"`{entry.path}`", kinds, f"`{entry.default}`", _prose(entry.meaning))
+            lines.append(f"| {' | '.join(cells)} |")
         else:
-            lines += ["", f"## {entry.name}", "", entry.about, *table]
+            lines += ["", f"## {entry.name}", "", _prose(entry.about), *table]
     return "\n".join(lines) + "\n"
 
 
-def command_helps() -> Iterator[CommandHelp]:
-    """Describe the program, then its commands and their subcommands."""
-    from typer.main import get_command
-
-    from .main import PROGRAM, app
-
-    program: Any = get_command(app)
-    yield _help_of("", program, program.make_context(PROGRAM, [], resilient_parsing=True))
+def command_helps(program: Any) -> Iterator[CommandHelp]:
+    """Describe the program (typer's command), then its commands and their subcommands."""
+    yield _help_of("", program, program.make_context("primerl-node", [], resilient_parsing=True))
     yield from _below(program, "")
 
 
 def _below(group: Any, prefix: str) -> Iterator[CommandHelp]:
     for name, command in group.commands.items():
         path = f"{prefix}{name}"
+        yield _help_of(path, command, command.make_context(path, [], resilient_parsing=True))
         if hasattr(command, "commands"):
             yield from _below(command, f"{path} ")
-        else:
-            yield _help_of(path, command, command.make_context(path, [], resilient_parsing=True))
 
 
 def _help_of(name: str, command: Any, context: Any) -> CommandHelp:
@@ -147,12 +142,13 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" if line.strip() else "" for line in text.splitlines())
 
 
-def _cell(text: str) -> str:
-    return (
-        text.replace("|", "\\|").replace("<", "&lt;")
-        if "`" not in text
-        else text.replace("|", "\\|")
-    )
+def _prose(text: str) -> str:
+    """Escape for Markdown what is not between backticks."""
+    parts = text.split("`")
+    parts[::2] = [
+        part.replace("<", "&lt;").replace("|", "\\|").replace("*", "\\*") for part in parts[::2]
+    ]
+    return "`".join(parts)
 
 
 def _roff(text: str) -> str:
