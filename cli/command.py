@@ -16,6 +16,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
@@ -510,6 +511,15 @@ REST = (
 )
 
 
+@dataclass(frozen=True)
+class Completed:
+    """A word that the shell may complete, with the fields of click's CompletionItem."""
+
+    value: str
+    type: str = "plain"
+    help: str | None = None
+
+
 class ConfigCommand(typer.core.TyperCommand):
     """A command whose --help has its most used config keys, and whose --help-all has them all."""
 
@@ -519,6 +529,21 @@ class ConfigCommand(typer.core.TyperCommand):
             typer.echo(self.get_help(ctx, whole=True))
             ctx.exit()
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete options as typer does, and config keys after `--`, bundled configs after `@`."""
+        from ..node.config.loader import bundled, keys
+
+        if ctx.args[-1:] == ["@"]:
+            names = bundled()
+        elif incomplete.startswith("--"):
+            names = [f"--{key.replace('_', '-')}" for key in keys(config_of(self.name or ""))]
+        else:
+            names = list[str]()
+        items = super().shell_complete(ctx, incomplete)
+        known = {item.value for item in items}
+        wanted = (name for name in names if name.startswith(incomplete) and name not in known)
+        return [*items, *map(Completed, wanted)]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """[OPTIONS] [@ FILE]... [--KEY VALUE]..."""
@@ -583,7 +608,7 @@ def frequent_keys(cls: "type[BaseModel]", names: Sequence[str], width: int) -> I
         field = owner.model_fields[last]
         meaning = _meaning(owner, last, docs)
         if (inner := model_in(field.annotation)) is None:
-            meaning += f" {_default(field.get_default(call_default_factory=True))}"
+            meaning += f" [{_default(field.get_default(call_default_factory=True))}]"
         value = "" if inner else f" {kind(field.annotation)}"
         rows.append((f"--{name.replace('_', '-')}{value}", meaning))
     first = max(len(flag) for flag, _ in rows)
@@ -604,7 +629,14 @@ def _meaning(owner: "type[BaseModel]", name: str, docs: Docs) -> str:
 
 def keys_help(cls: "type[BaseModel]", width: int = WIDEST) -> str:
     """Describe every key of `cls`, section by section, by the docstrings below the fields."""
-    lines = "\n".join(_section(cls, "", _docs(cls))).strip("\n").splitlines()
+    lines: list[str] = []
+    for entry in entries(cls):
+        if isinstance(entry, Key):
+            flag = "--" if entry.is_flag else ""
+            lines.append(f"  {flag}{entry.path} {entry.kind}")
+            lines.append(f"{INDENT}{entry.meaning} [{entry.default}]".rstrip())
+        else:
+            lines += ["", f"{entry.name}: {entry.about}"]
     return "\n".join(
         textwrap.fill(line, width, subsequent_indent=_indent(line), break_on_hyphens=False)
         for line in lines
@@ -647,41 +679,68 @@ def _sources(cls: "type[BaseModel]") -> set[Path]:
     return files
 
 
-def _section(cls: "type[BaseModel]", prefix: str, docs: Docs, flag: str = "--") -> Iterator[str]:
+@dataclass(frozen=True)
+class Key:
+    """A config key."""
+
+    path: str
+    """As a flag has it, without the dashes; in a table of a TOML file, the name there."""
+    kind: str
+    """How a value is written."""
+    default: str
+    meaning: str
+    is_flag: bool
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title above the keys of a section."""
+
+    name: str
+    about: str
+
+
+def entries(cls: "type[BaseModel]") -> Iterator[Key | Section]:
+    """List every key of `cls`, with its sections, in the order of the help."""
+    yield from _entries(cls, "", _docs(cls), is_flag=True)
+
+
+def _entries(
+    cls: "type[BaseModel]", prefix: str, docs: Docs, *, is_flag: bool
+) -> Iterator[Key | Section]:
     from ..node.config.loader import model_in
 
-    sections: list[tuple[str, str, type[BaseModel], str]] = []
+    sections: list[tuple[Section, str, type[BaseModel], bool]] = []
     for name, field in cls.model_fields.items():
-        path = f"{prefix}{name.replace('_', '-') if flag else name}"
+        path = f"{prefix}{name.replace('_', '-') if is_flag else name}"
         inner = model_in(field.annotation)
         about = (inner.__doc__ or "").strip().partition("\n")[0] if inner else ""
         many = get_origin(field.annotation) if inner is not None else None
         if inner is not None and many not in (list, dict):
             off = f" Off unless set; --no-{path} switches it off." if field.default is None else ""
-            sections.append((f"\n{path}: {about}{off}", f"{path}.", inner, "--"))
+            sections.append((Section(path, f"{about}{off}"), f"{path}.", inner, True))
             continue
         if inner is not None:
             table = f"[[{path}]]" if many is list else f"[{path}.NAME]"
-            title = f"\n{table}: {about} A table of a TOML file for each, with these keys:"
-            sections.append((title, "", inner, ""))
-        meaning = _meaning(cls, name, docs)
+            title = Section(table, f"{about} A table of a TOML file for each, with these keys:")
+            sections.append((title, "", inner, False))
         value = field.get_default(call_default_factory=True)
         default = _default(", ".join(value) if many is dict else value)
-        yield f"  {flag}{path} {'JSON' if inner else kind(field.annotation)}"
-        yield f"{INDENT}{meaning} {default}".rstrip()
-    for title, prefix, inner, flag in sorted(sections, key=lambda section: not section[3]):
+        how = "JSON" if inner else kind(field.annotation)
+        yield Key(path, how, default, _meaning(cls, name, docs), is_flag)
+    for title, below, inner, flags in sorted(sections, key=lambda section: not section[3]):
         yield title
-        yield from _section(inner, prefix, docs, flag)
+        yield from _entries(inner, below, docs, is_flag=flags)
 
 
 def _default(value: Any) -> str:
     from pydantic_core import PydanticUndefined
 
     if value is PydanticUndefined or value is None:
-        return "[not set]"
+        return "not set"
     if isinstance(value, bool):
-        return f"[{str(value).lower()}]"
-    return f"[{value}]" if value != "" else "[empty]"
+        return str(value).lower()
+    return str(value) if value != "" else "empty"
 
 
 def kind(annotation: Any) -> str:

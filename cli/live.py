@@ -6,6 +6,7 @@ Draws the states that it is given and asks no node; a node that has not answered
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -342,3 +343,6 @@ def summary_lines(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("weights", "picture"):
         if summary.get(key):
             yield key, str(summary[key])
+    if weights := summary.get("weights"):  # RUN_DIR/weights/step_N
+        run_dir = shlex.quote(str(Path(str(weights)).parents[1]))
+        yield "compare", f"primerl-node chat {run_dir}    (base and new weights side by side)"

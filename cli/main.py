@@ -4,6 +4,7 @@ Nothing heavy may be imported at the top of any file in this package: `--help` m
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ..protocol.errors import RemoteProtocolError
 from . import (
     ban,
     bundle,
+    chat,
     dashboard,
     doctor,
     environments,
@@ -32,6 +34,7 @@ from . import (
     limits,
     models,
     ping,
+    reference,
     replay,
     rollouts,
     service,
@@ -72,11 +75,14 @@ Exit codes:
 # Some versions of typer bundle click: this is the ClickException of that copy.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
+EXTRA = re.compile(r"unexpected extra argument(?:s|\(s\))? \((\S+)\)")
+"""click's message for one argument too many."""
+
 app = typer.Typer(
     name=PROGRAM,
     help=HELP,
     epilog=EPILOG,
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -126,6 +132,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "pardon": (ban.pardon, "Forget what is held against a worker."),
     "bans": (ban.bans, "List who is banned, since when and why."),
     "bundle": (bundle.bundle, "Collect what helps to find a node's fault, without secrets."),
+    "chat": (chat.run, "Ask a model before and after its run, or several, the same."),
     "explain": (explain.run, "Show why work was accepted or rejected, with the evidence."),
     "rollouts": (rollouts.run, "Read the rollouts that a run kept."),
     "replay": (
@@ -139,6 +146,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "reload": (limits.reload, "Read a node's config again: limits and log level."),
     "init": (identity.init, "Make this node's key."),
     "id": (identity.show, "Show this node's id."),
+    "man": (reference.man, "Print the manual page: primerl-node man | man -l -"),
     "retire": (identity.retire, "End this node's key: it was stolen, or is of no use."),
 }
 for _name, (_command, _help) in CONFIGURED.items():
@@ -220,6 +228,11 @@ def _command_line(error: Exception) -> int:
         typer.echo(message)  # no arguments at all: the help itself and, as with git, no success
         return code
     place = getattr(context, "command_path", PROGRAM)
+    parts: list[Any] = getattr(getattr(context, "command", None), "params", [])
+    options = {flag for part in parts for flag in part.opts}
+    if (extra := EXTRA.search(message)) and "--data-dir" in options:
+        message = f"{extra[1]!r} is not understood here: did you mean `--data-dir {extra[1]}`?"
+        return _fail(message, code)
     return _fail(f"{message.rstrip('.')} (see `{place} --help`)", code)
 
 

@@ -438,7 +438,7 @@ def status_lines(status: Status) -> list[tuple[str, str]]:
         left = "" if status.eta_s is None else f", {duration(status.eta_s)} left"
         lines.append(("step", f"{status.step} of {status.max_steps}{left}"))
         lines.append(("reward", f"{number(status.reward)}  {curve}"))
-        lines.append(("staleness", number(status.staleness)))
+        lines.append(("staleness", f"{number(status.staleness)} versions, mean of the batch"))
         lines += [(f"  {row.name}", environment(row)) for row in status.environments]
         for name, figures in status.evaluations.items():
             shown = f"{name}, version {figures.get('version', 0):.0f}: {passes(figures)}"

@@ -5,7 +5,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-bash scripts/install.sh run,dev
+bash scripts/install.sh run,dev,docs
 
 # pyright does not know that the repository root is the package: this link tells it.
 mkdir -p build
@@ -20,4 +20,5 @@ run .venv/bin/ruff check .
 run .venv/bin/pyright
 run .venv/bin/python scripts/lines.py
 run bash scripts/package.sh --check
+run .venv/bin/mkdocs build --strict --quiet # the site, into build/site
 run bash scripts/test.sh -W error "$@"

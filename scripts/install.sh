@@ -54,7 +54,7 @@ advice() {
             "(\`pip config list\`), and run this again"
     elif grep -qiE 'no matching distribution|could not find a version' "$log"; then
         say "a package has no wheel for this interpreter ($("$venv/bin/python" --version 2>&1)): remove $venv and run" \
-            "this again with another, PYTHON=/path/to/python3.12; README.md says which are known to work"
+            "this again with another, PYTHON=/path/to/python3.12; docs/install.md says which are known to work"
     else
         say "remove $venv and run this again; if that does not help, report it with the log"
     fi
@@ -101,5 +101,7 @@ log=$venv/install.log started=$SECONDS
 : >"$log"
 install --editable "$root${extras:+[$extras]}"
 install --no-deps libp2p # one of its requirements needs a compiler; pyproject.toml lists the others
+mkdir -p "$venv/share/man/man1" # `man primerl-node` finds it while .venv is activated
+"$venv/bin/python" -m primerl.cli.main man >"$venv/share/man/man1/primerl-node.1"
 wanted_stamp >"$stamp"
 say "installed in $((SECONDS - started)) s"

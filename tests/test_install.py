@@ -47,7 +47,7 @@ def test_what_libp2p_requires_is_ours_too_or_is_known_to_be_needless() -> None:
 def test_the_version_of_libp2p_is_the_same_everywhere() -> None:
     pinned = INSTALL.rpartition(" ")[2]
     assert pinned in (ROOT / "constraints.txt").read_text().splitlines()
-    assert INSTALL in (ROOT / "README.md").read_text()
+    assert INSTALL in (ROOT / "docs" / "install.md").read_text()
 
 
 def bare_machine(tmp_path: Path) -> dict[str, str]:
@@ -121,12 +121,14 @@ def test_a_machine_without_a_compiler_installs_everything_and_finds_peers_by_lib
     tests = [f"tests/node/p2p/test_libp2p{which}.py" for which in ("", "_attacks")]
     assert " passed" in run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
     assert run(root / ".venv/bin/primerl-node", "--help").startswith("Usage:")
+    assert (root / ".venv/share/man/man1/primerl-node.1").read_text().startswith(".TH")
 
 
 FAKE_PYTHON = """#!/bin/bash
 case "$1 $2" in
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "-m pip") echo "$WORDS" && sleep 1.2 && exit "$CODE" ;;
+"-m primerl.cli.main") ;;
 *) exec {python} "$@" ;;
 esac
 """

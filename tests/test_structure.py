@@ -310,9 +310,8 @@ def test_every_module_has_a_layer_and_imports_point_down() -> None:
         if (here := layer(name)) and (there := layer(target)) and here != there
         if there[0] >= here[0]
     ]
-    wrong += [
-        f"{name} imports {target}" for name, target, _ in edges(checking=True) if name in FREE
-    ]
+    # the types of the library's names, which __init__ loads when they are used, may be named there
+    wrong += [f"{name} imports {target}" for name, target, _ in edges() if name in FREE]
     assert wrong == []
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.engine import EngineConfig
-from ..config.evaluation import EndpointConfig, EvalConfig
+from ..config.evaluation import EndpointConfig, EvalConfig, EvalSamplingConfig
 from ..config.run import EnvironmentConfig, EvaluatedEnvironment
 from ..environments.chat import ChatFormat, dated
 from ..environments.chat_api import read_key
@@ -108,7 +108,7 @@ async def evaluate(
         cells = CellStore(config.directory)
         run = run_config(config.weights_dir) if config.weights_dir else {}
         shown = (run.get("data") or {}).get("environment")  # of `sft`
-        trained = [str(own.get("id")) for own in (*_trained_on(run), shown or {})]
+        trained = [str(own.get("id")) for own in (*trained_on(run), shown or {})]
         suite = EvalSuite(config, cells, watch, len(local) + len(keys), trained)
         evaluation = _Evaluation(
             config,
@@ -121,7 +121,7 @@ async def evaluate(
         return suite.found
 
 
-def _trained_on(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+def trained_on(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """List the environments in a run's config."""
     return [own for own in run.get("environments") or [run.get("environment")] if own]
 
@@ -131,8 +131,8 @@ def completed(config: EvalConfig) -> EvalConfig:
     run = run_config(config.weights_dir) if config.weights_dir else {}
     environments = config.environments
     if not environments:
-        trained_on = _trained_on(run)
-        if not trained_on:
+        own = trained_on(run)
+        if not own:
             raise UsageError(
                 f"{config.weights_dir} is of no run that names an environment: add [[environments]]"
             )
@@ -141,7 +141,7 @@ def completed(config: EvalConfig) -> EvalConfig:
             EvaluatedEnvironment.model_validate(
                 {name: options[name] for name in fields if name in options}
             )
-            for options in trained_on
+            for options in own
         ]
     sampled = run.get("sampling") or {}
     length = config.sampling.max_tokens or sampled.get("max_tokens") or MAX_TOKENS
@@ -171,13 +171,19 @@ class _Evaluation:
             groups.setdefault(await asyncio.to_thread(contract, candidate), []).append(candidate)
         for group in groups.values():
             async with AsyncExitStack() as open_things:
-                loader = _Loader(self._config, self._factories, group[0].model_dir, open_things)
+                loader = PolicyLoader(
+                    self._config.engine,
+                    self._config.sampling,
+                    group[0].model_dir,
+                    open_things,
+                    self._factories.engine,
+                )
                 environments = _Started(self._environment(group[0].model_dir), open_things)
                 for candidate in group:
                     await self._suite.measure(await self._model(candidate, loader, environments))
 
     async def _model(
-        self, candidate: Candidate, loader: "_Loader", environments: "_Started"
+        self, candidate: Candidate, loader: "PolicyLoader", environments: "_Started"
     ) -> EvalModel:
         engine = self._config.engine
         date = await asyncio.to_thread(
@@ -260,20 +266,23 @@ class _Started:
         return self._held[config.title]
 
 
-class _Loader:
+class PolicyLoader:
     """One engine that holds the weights of several models in turn."""
 
     def __init__(
         self,
-        config: EvalConfig,
-        factories: EvalFactories,
+        engine: EngineConfig,
+        sampling: EvalSamplingConfig,
         model_dir: Path,
         open_things: AsyncExitStack,
+        make_engine: Callable[[EngineConfig], Engine] = build_engine,
     ) -> None:
-        self._config = config
-        self._factories = factories
+        """`model_dir` has the tokenizer; the engine is closed with `open_things`."""
+        self._config = engine
+        self._sampling = sampling
         self._model_dir = model_dir
         self._open_things = open_things
+        self._make_engine = make_engine
         self._engine: Engine | None = None
         self._policy: tuple[Candidate, PolicyClient] | None = None
         self._loads = 0
@@ -290,7 +299,7 @@ class _Loader:
         engine = self._engine or await self._start()
         self._loads += 1
         await engine.load(self._loads, await asyncio.to_thread(read, candidate))
-        sampling = self._config.sampling
+        sampling = self._sampling
         stops = await asyncio.to_thread(huggingface.stop_token_ids, self._model_dir)
         return EnginePolicy(
             engine,
@@ -298,12 +307,12 @@ class _Loader:
             EvalSampling(
                 sampling.max_tokens, sampling.temperature, stops, sampling.top_p, sampling.top_k
             ),
-            max_model_len=self._config.engine.max_model_len,
+            max_model_len=self._config.max_model_len,
             decode=(await asyncio.to_thread(ChatFormat.load, self._model_dir)).text,
         )
 
     async def _start(self) -> Engine:
-        engine = self._factories.engine(self._config.engine)
+        engine = self._make_engine(self._config)
         self._open_things.push_async_callback(engine.close)
         await engine.start(self._model_dir)
         self._engine = engine

@@ -9,7 +9,7 @@ from .base import BaseConfig
 from .engine import Positive
 
 
-def _check_url(text: str) -> str:
+def check_url(text: str) -> str:
     """Check an API's base URL; return it without a trailing slash. Raises ValueError."""
     try:
         url = urlsplit(text)
@@ -25,12 +25,12 @@ def _check_url(text: str) -> str:
     return text.rstrip("/")
 
 
-Url = Annotated[str, AfterValidator(_check_url)]
+Url = Annotated[str, AfterValidator(check_url)]
 
 
 def _check_url_or_none(text: str) -> str:
-    """Check a URL like _check_url(), but allow an empty one."""
-    return _check_url(text) if text else ""
+    """Check a URL like check_url(), but allow an empty one."""
+    return check_url(text) if text else ""
 
 
 class ChatApiConfig(BaseConfig):

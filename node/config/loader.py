@@ -129,15 +129,21 @@ def find_file(name: str) -> Path:
     if path.is_dir():
         raise UsageError(f"{name} is a directory: name a config file in it")
     inside = path.relative_to("configs") if path.is_relative_to("configs") else path
-    shipped = {file.relative_to(BUNDLED).with_suffix(""): file for file in BUNDLED.rglob("*.toml")}
-    if (bundled := shipped.get(inside.with_suffix(""))) is not None:
-        return bundled
-    names = sorted(map(str, shipped))
+    names = bundled()
+    if (known := str(inside.with_suffix(""))) in names:
+        return BUNDLED / f"{known}.toml"
     if close := difflib.get_close_matches(str(inside.with_suffix("")), names, n=1, cutoff=0.75):
         raise UsageError(f"no config file {name}: did you mean {close[0]}?")
     raise UsageError(
         f"no config file {name}: give a path, or a bundled one, such as demo or {RECIPE} ({len(names)} are in "
         f"{BUNDLED})"
+    )
+
+
+def bundled() -> list[str]:
+    """List the names of the bundled configs, as `@ NAME` takes them."""
+    return sorted(
+        str(file.relative_to(BUNDLED).with_suffix("")) for file in BUNDLED.rglob("*.toml")
     )
 
 
@@ -443,15 +449,32 @@ def _of_word(cls: type[BaseModel], word: str, flags: Sequence[str]) -> str:
             return f"{before} is true or false"
     if word.endswith((".toml", ".json")):
         return f"a config file follows an @, as in `@ {word}`"
-    if word.startswith(TICKET) and "ticket" in cls.model_fields:
-        return "a ticket follows --ticket"
+    if "ticket" in cls.model_fields and _may_be_ticket(word):
+        return f"did you mean `--ticket {word if len(word) <= 40 else f'{word[:9]}..'}`?"
     if word.startswith("-") and not word.startswith("--") and len(word) > 2:
         return f"a flag has two dashes, as in -{word}"
+    if (path := expand_home(word)).is_dir():
+        return _of_directory(cls, path)
     try:
         find_file(word)
     except UsageError:
         return ""
     return f"did you mean `@ {word}`?"
+
+
+def _of_directory(cls: type[BaseModel], path: Path) -> str:
+    """Say which flag takes a directory of weights or of a model; "" if none does."""
+    if "weights_dir" in cls.model_fields:
+        weights = path / "weights" if (path / "weights").is_dir() else path
+        flag = "models" if (path / "config.json").is_file() and weights == path else "weights-dir"
+        return f"did you mean `--{flag} {weights}`?"
+    holds_model = "model" in cls.model_fields and (path / "tokenizer.json").is_file()
+    return f"did you mean `--model.name {path}`?" if holds_model else ""
+
+
+def _may_be_ticket(word: str) -> bool:
+    """Return whether a word is a ticket, or a link or a file that may hold one."""
+    return word.startswith((TICKET, "https://")) or word.endswith((".ticket", ".txt"))
 
 
 def _of_prime_rl(file: str) -> str:

@@ -44,5 +44,5 @@ def check_component(name: str) -> str:
     elif len(os.fsencode(name)) > MAX_NAME_BYTES:
         why = f"it is longer than {MAX_NAME_BYTES} bytes"
     if why:
-        raise ValueError(f"a directory of that name is made ({why}): choose another one")
+        raise ValueError(f"it becomes the name of a directory, and {why}: choose another one")
     return name

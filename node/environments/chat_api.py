@@ -70,6 +70,14 @@ class _Scored(msgspec.Struct):
     choices: list[_ScoredChoice]
 
 
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
 class TokenScore(NamedTuple):
     """A token's logprob given those before it, and its text as the server decodes it."""
 
@@ -106,11 +114,11 @@ class ChatApi:
         self._key = key
 
     async def ask(self, body: Mapping[str, Any]) -> ChatAnswer:
-        """Ask for one completion of a chat. Raises like _post()."""
-        return _read(await self._post("/chat/completions", body))
+        """Ask for one completion of a chat. Raises like _request()."""
+        return _read(await self._request("/chat/completions", body))
 
     async def score(self, token_ids: Sequence[int]) -> list[TokenScore]:
-        """Return the scores of all T tokens but the first, T - 1. Raises like _post().
+        """Return the scores of all T tokens but the first, T - 1. Raises like _request().
 
         The logprobs are at temperature 1. They are vLLM's `prompt_logprobs`, which other servers do not have.
         """
@@ -120,10 +128,20 @@ class ChatApi:
             "prompt_logprobs": 0,
             "max_tokens": 1,
         }
-        return _scores(await self._post("/completions", body), token_ids)
+        return _scores(await self._request("/completions", body), token_ids)
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Send a request with its retries, and return the body of the answer.
+    async def models(self) -> list[str]:
+        """List the ids of the models that the API serves. Raises like _request()."""
+        data = await self._request("/models", None)
+        try:
+            return [served.id for served in msgspec.json.decode(data, type=_Models).data]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise PlayFailed(
+                f"the API lists its models in another form than OpenAI's: {error}"
+            ) from error
+
+    async def _request(self, path: str, body: Mapping[str, Any] | None) -> bytes:
+        """Send a request with its retries, a GET where it has no body, and return the body of the answer.
 
         Raises:
             PlayFailed: this conversation is refused, or answered in another form than OpenAI's.
@@ -137,9 +155,12 @@ class ChatApi:
         attempts = config.retries + 1
         try:
             async with asyncio.timeout(attempts * (config.timeout_s + LONGEST_WAIT_S)):
-                answer = await self._client.post(
-                    path, cast_to=Response, body={**body, **config.options}
-                )
+                if body is None:
+                    answer = await self._client.get(path, cast_to=Response)
+                else:
+                    answer = await self._client.post(
+                        path, cast_to=Response, body={**body, **config.options}
+                    )
                 return answer.content
         except APIStatusError as error:
             what = path.strip("/").replace("/", " ")

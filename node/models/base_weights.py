@@ -17,7 +17,6 @@ from ...protocol.manifests import (
     ChunkRef,
     PolicyManifest,
     RunManifest,
-    TensorInfo,
     check_sizes,
     encode,
 )
@@ -29,7 +28,7 @@ from ..weights.adapters import adapter_shapes
 from ..weights.checkpoint import write_checkpoint
 from ..weights.codec import CODEC, encode_full
 from ..weights.payload import cut
-from ..weights.replica import WeightReplica, prove
+from ..weights.replica import WeightReplica, prove, tensor_table
 from ..weights.state import WeightsError
 
 FILE = "model.safetensors"
@@ -53,12 +52,8 @@ def publish(
     payload = encode_full(state, threads=_threads())
     chunks = [ChunkRef(store.put(part), len(part)) for part in cut(payload, int(chunk_mib * MIB))]
     size = sum(chunk.size for chunk in chunks)
-    tensors = [
-        TensorInfo(name, tensor.dtype, tensor.shape, policy.digests[name])
-        for name, tensor in sorted(state.items())
-    ]
     snapshot = Artifact("anchor", -1, NO_DIGEST, CODEC, size, tuple(chunks))
-    table = PolicyManifest(NO_DIGEST, 0, policy.digest, tuple(tensors), (snapshot,))
+    table = PolicyManifest(NO_DIGEST, 0, policy.digest, tensor_table(policy), (snapshot,))
     document = check_sizes(encode(table), MAX_CHUNK)
     return policy.digest, AdapterContract(
         rank=config.rank,

@@ -22,7 +22,6 @@ from ...protocol.manifests import (
     ChunkRef,
     PolicyHead,
     PolicyManifest,
-    TensorInfo,
     check_sizes,
     encode,
 )
@@ -36,7 +35,7 @@ from ..weights.chain import VersionChain
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
 from ..weights.payload import Offsets, cut, layout_of, ordered
-from ..weights.replica import EMPTY, Policy, WeightReplica, prove
+from ..weights.replica import EMPTY, Policy, WeightReplica, prove, tensor_table
 from ..weights.state import Changed, State, WeightsError
 from ..weights.state_history import StateHistory, state_bytes
 
@@ -181,7 +180,7 @@ class Publisher:
             done, self._snapshot = self._snapshot, None
             artifacts.append(done.result())
         manifest = PolicyManifest(
-            self._services.run_id, version, policy.digest, _tensor_table(policy), tuple(artifacts)
+            self._services.run_id, version, policy.digest, tensor_table(policy), tuple(artifacts)
         )
         document = check_sizes(encode(manifest), MAX_MANIFEST)
         await asyncio.to_thread(self._store.put, document)
@@ -334,10 +333,3 @@ class Publisher:
 def _threads() -> int:
     """Return the number of encoder threads, which does not affect the bytes."""
     return min(MAX_THREADS, os.cpu_count() or 1)
-
-
-def _tensor_table(policy: Policy) -> tuple[TensorInfo, ...]:
-    return tuple(
-        TensorInfo(name, tensor.dtype, tensor.shape, policy.digests[name])
-        for name, tensor in sorted(policy.state.items())
-    )

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ...crypto.hashing import NO_DIGEST, short
-from ...protocol.manifests import Artifact, PolicyManifest
+from ...protocol.manifests import Artifact, PolicyManifest, TensorInfo
 from .chain import NOTHING
 from .codec import CODEC, apply_delta, decode_full
 from .payload import TensorShare, everything, part_of, wanted_of
@@ -59,6 +59,14 @@ def prove(version: int, state: State, *, known: Policy = EMPTY, threads: int = 1
     """
     hashes = _digests(state, known, {}, threads)
     return Policy(version, state, hashes, state_digest(hashes))
+
+
+def tensor_table(policy: Policy) -> tuple[TensorInfo, ...]:
+    """List the tensors of a policy as its manifest does."""
+    return tuple(
+        TensorInfo(name, tensor.dtype, tensor.shape, policy.digests[name])
+        for name, tensor in sorted(policy.state.items())
+    )
 
 
 class WeightReplica:

@@ -113,7 +113,14 @@ def test_help_and_version_may_be_words(cli: Cli) -> None:
     [
         ("rl demo", "did you mean `@ demo`?"),
         ("train mine.toml", "as in `@ mine.toml`"),
-        ("join primerl2-abc", "a ticket follows --ticket"),
+        ("join primerl2-abc", "did you mean `--ticket primerl2-abc`?"),
+        ("join run.ticket", "did you mean `--ticket run.ticket`?"),
+        ("inference https://example.org/t", "did you mean `--ticket https://example.org/t`?"),
+        ("eval outputs/a", "did you mean `--weights-dir outputs/a/weights`?"),
+        ("eval models/b", "did you mean `--models models/b`?"),
+        ("inference models/b", "did you mean `--model.name models/b`?"),
+        ("status outputs/a", "did you mean `--data-dir outputs/a`?"),
+        ("stop outputs/a", "did you mean `--data-dir outputs/a`?"),
         ("train -name x", "two dashes, as in --name"),
         ("train @ demo --fsync maybe", "'maybe' is not understood here: --fsync is true or false"),
         ("train --training.learning-rate 1", "did you mean training.lr?"),
@@ -123,11 +130,61 @@ def test_help_and_version_may_be_words(cli: Cli) -> None:
     ],
 )
 def test_a_slip_of_the_command_line_is_answered_with_what_was_meant(
-    line: str, hint: str, cli: Cli
+    line: str, hint: str, cli: Cli, home: Path
 ) -> None:
+    (home / "outputs" / "a" / "weights").mkdir(parents=True)
+    (home / "models" / "b").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (home / "models" / "b" / name).touch()
     ran = cli(*line.split())
     ran.refused(2, hint)
     assert len(ran.err) < 250
+
+
+def test_the_whole_of_a_ticket_is_not_in_an_error(cli: Cli) -> None:
+    ran = cli("join", f"primerl2-{'x' * 200}")
+    ran.refused(2, "did you mean `--ticket primerl2-..`?")
+    assert "x" * 40 not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("ch", ["chat"]),
+        ("join --wai", ["--wait", "--wait-for-trainer-s"]),
+        ("rl --training.lor", ["--training.lora.rank", "--training.lora.alpha"]),
+        ("rl @ dem", ["demo"]),
+        ("rl @ reverse_text/l", ["reverse_text/laptop"]),
+        ("chat --mo", []),
+    ],
+)
+def test_the_shell_completes_commands_options_keys_and_configs(
+    words: str, completed: list[str], home: Path
+) -> None:
+    line = f"primerl-node {words}"
+    environ = {**os.environ, "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    environ["_PRIMERL_NODE_COMPLETE"] = "complete_bash"
+    heavy = "set(sys.modules) & {'torch', 'numpy', 'transformers', 'iroh', 'libp2p', 'textual'}"
+    program = (
+        "import sys, atexit; from primerl.cli.main import main; sys.argv[0] = 'primerl-node'; "
+        f"atexit.register(lambda: print({heavy} or '', file=sys.stderr)); main()"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.split()[: len(completed) or None] == completed
+    assert not ran.stderr.strip(), "heavy libraries are not loaded"
+
+
+def test_the_manual_page_has_every_command_with_its_options(cli: Cli) -> None:
+    page = cli("man").out
+    assert page.startswith(".TH PRIMERL\\-NODE 1")
+    for command in (*CONFIGURED, *PLAIN, "ticket revoke", "service install", "env trust"):
+        assert f"\n.SS {command}\n" in page
+    assert "\n.B \\-\\-allow\\-environment NAME\n" in page
+    assert "primerl\\-node chat outputs/demo" in page
+    assert not re.search(r"^[.'](?!TH|SH|SS|PP|TP|B |nf|fi)", page, re.MULTILINE)
+    assert "\b" not in page
 
 
 @pytest.mark.parametrize("cls", CONFIGS)

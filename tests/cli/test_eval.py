@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.chat_model import COMPACT, make_chat_model
-from support.engine_cases import make_qwen3
+from support.run_weights import make_run
 
 from primerl.cli.evaluate import estimate, progress_line, remarks, results_table
 from primerl.cli.live import summary_lines
@@ -27,7 +27,7 @@ from primerl.node.evaluation.candidates import Candidate, contract, identity, re
 from primerl.node.evaluation.eval_suite import Cell, EvalProgress
 from primerl.node.evaluation.evaluator import Rollout
 from primerl.node.evaluation.statistics import Estimate, summarize
-from primerl.node.models import huggingface, model_files
+from primerl.node.models import huggingface
 from primerl.node.ops.figures import Status
 from primerl.node.storage.run_files import MARK, begun_on, claim
 from primerl.node.training import lora
@@ -36,27 +36,13 @@ from primerl.node.weights.state import Tensor, digests
 
 from .conftest import Cli
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
 FAST = ("--engine.device", "cpu", "--engine.max-model-len", "64")
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights directory of a run that never was: steps 5 and 10, and adapters at 12."""
-    torch.set_num_threads(1)
-    run = tmp_path_factory.mktemp("outputs") / "run"
-    base = make_qwen3(run / "model", 0, SHAPE)
-    told = {
-        "model": {"name": "tiny", "create": SHAPE},
-        "environment": {"id": "reverse-text", "args": {"min_len": 4, "max_len": 5}, "max_turns": 8},
-        "sampling": {"max_tokens": 4, "temperature": 1.0},
-    }
-    (run / "config.json").write_text(json.dumps(told))
-    for step in (5, 10):
-        state = make_qwen3(run.parent / f"m{step}", step, SHAPE)
-        model_files.export(state, run / "model", run / "weights" / f"step_{step}")
-    model_files.export(base, run / "model", run / "trainer" / "model")
-    return run / "weights"
+    return make_run(tmp_path_factory.mktemp("outputs") / "run")
 
 
 @pytest.mark.slow

@@ -57,6 +57,11 @@ class Server:
         self.running -= 1
         return self.answer(body)
 
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models."""
+        self.keys.add(request.headers.get("Authorization", ""))
+        return web.json_response({"object": "list", "data": [{"id": "served", "object": "model"}]})
+
 
 @asynccontextmanager
 async def openai_server(answer: Answer) -> AsyncGenerator[Server]:
@@ -65,6 +70,7 @@ async def openai_server(answer: Answer) -> AsyncGenerator[Server]:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.handle)
     app.router.add_post("/v1/completions", server.handle)
+    app.router.add_get("/v1/models", server.models)
     runner = web.AppRunner(app)
     await runner.setup()
     try:
