@@ -20,5 +20,5 @@ run .venv/bin/ruff check .
 run .venv/bin/pyright
 run .venv/bin/python scripts/lines.py
 run bash scripts/package.sh --check
-run .venv/bin/mkdocs build --strict --quiet # the site, into build/site
+run env NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet # the site, into build/site
 run bash scripts/test.sh -W error "$@"

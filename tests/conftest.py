@@ -9,7 +9,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -68,17 +67,19 @@ TOGETHER = (
 """Files that load `verifiers` into the process of the tests, which takes seconds: one worker runs them all."""
 
 
-class FileScheduling(LoadFileScheduling):
-    """Gives workers whole files, and one of them all of TOGETHER."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Schedule as `--dist loadfile` does, but give one worker all of TOGETHER."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # tests of the daemon run without it
 
-    def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return TOGETHER[0] if file.startswith(TOGETHER) else file
+    class FileScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER[0] if file.startswith(TOGETHER) else file
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
-    """Schedule as `--dist loadfile` does, but for TOGETHER."""
-    return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
+    return FileScheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -258,7 +258,7 @@ def sentences(outlook: Outlook) -> Iterator[str]:
     elif reach.rollout_bytes is not None:
         yield (
             f"Up: at most {_size(reach.rollout_bytes)} a rollout, and chunks for other workers "
-            "(network.max_upload_mbps limits those)."
+            "(limits.upload bounds both)."
         )
 
 

@@ -6,6 +6,7 @@ Errors name the key. Layers in increasing priority: defaults < `@ file`s (left t
 
 import difflib
 import json
+import logging
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,12 @@ from ..errors import BETWEEN_PROBLEMS, UsageError
 from .evaluation import EvalConfig
 from .judge import JudgeRunConfig
 from .paths import expand_home
-from .removed import replacement
+from .removed import rename, replacement
 from .run import JoinConfig, RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "PRIMERL_"
 NOT_CONFIG = frozenset({"PRIMERL_PARENT_PID", "PRIMERL_PASSPHRASE", "PRIMERL_PASSPHRASE_FILE"})
@@ -207,6 +210,8 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
         if path and not rest_of_path and model_in(annotation):
             tree = nest(path, tree)
             flags.pop()
+        for line in rename(tree):
+            logger.warning("config key in %s: %s", name, line)
         layers.append(_Layer(f"in {name}", tree))
     return flags, layers
 

@@ -3,6 +3,8 @@
 A key stays here for a release: an old config is refused with a line that says what to do now.
 """
 
+from typing import Any
+
 REMOVED = {
     ".lease_timeout_s": (
         "a judge takes a prompt back after 120 s, a run by rollouts.lease_timeout_s"
@@ -56,6 +58,24 @@ REMOVED = {
     ),
 }
 """Dotted key or section -> what to do now; not below others if it begins with a dot."""
+
+
+RENAMED = {("network", "max_upload_mbps"): ("limits", "upload")}
+"""(section, key) -> those that mean the same now; files, which nodes write too, may have the old for a release."""
+
+
+def rename(tree: dict[str, Any]) -> list[str]:
+    """Move the values of renamed keys in a config's file, in place; return a line for each."""
+    lines: list[str] = []
+    for (old_section, old_key), (section, key) in RENAMED.items():
+        source, target = tree.get(old_section), tree.setdefault(section, {})
+        if isinstance(source, dict) and isinstance(target, dict) and old_key in source:
+            value = source.pop(old_key)  # pyright: ignore[reportUnknownMemberType]
+            target.setdefault(key, value)
+            lines.append(f"{old_section}.{old_key} is {section}.{key} now")
+        if not target:
+            del tree[section]
+    return lines
 
 
 def replacement(name: str) -> str:

@@ -58,8 +58,8 @@ class ChunkDownload:
     leash: asyncio.Timeout | None = None
 
     def stop(self) -> None:
-        """Call it to end the download from outside: another source was faster."""
-        if self.leash is not None:
+        """Call it to end the download from outside: another source was faster. Twice is fine."""
+        if self.leash is not None and not self.leash.expired():
             self.leash.reschedule(asyncio.get_running_loop().time())
 
 

@@ -188,12 +188,12 @@ class Node:
         return None
 
     def size(self) -> tuple[int, float, int]:
-        """Return (process id, proportional memory in MB, open files) of its processes together."""
+        """Return (process id, memory in MB that no other process shares, open files) of its processes."""
         assert self.process is not None
         memory, files = 0.0, 0
         for process in (psutil.Process(self.process.pid), *self.children()):
             with suppress(psutil.NoSuchProcess):
-                memory += process.memory_full_info().pss / 1e6
+                memory += process.memory_full_info().uss / 1e6
                 files += process.num_fds()
         return self.process.pid, memory, files
 
@@ -218,7 +218,8 @@ class Week:
 
     def __init__(self, directory: Path, network: Star, before: Path | None) -> None:
         self.directory, self.network = directory, network
-        self.code = {"now": ROOT, "before": before or ROOT}
+        now = unpack("", directory)
+        self.code = {"now": now, "before": before or now}
         self.upgrades = before is not None
         self.rows: list[Row] = []
         self.sizes: list[dict[str, tuple[int, float, int]]] = []
@@ -640,15 +641,18 @@ def small_disks(directory: Path) -> Generator[None]:
             subprocess.run(["umount", "--lazy", str(place)], check=False)
 
 
-def unpack(commit: str, directory: Path) -> Path | None:
-    """Unpack the release before; None without a commit."""
-    if not commit:
-        return None
-    folder = directory / "release-before"
+def unpack(commit: str, directory: Path) -> Path:
+    """Copy the code of a commit, or that of the working tree, which may change during the week."""
+    folder = directory / f"release-{commit or 'now'}"
     folder.mkdir()
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", commit], capture_output=True, check=True
-    )
+    git = ["git", "-C", str(ROOT)]
+    if commit:
+        made = [*git, "archive", commit]
+    else:
+        names = subprocess.run([*git, "ls-files", "-z"], capture_output=True, check=True).stdout
+        files = [name for name in names.decode().split("\0") if name and (ROOT / name).exists()]
+        made = ["tar", "-c", "-C", str(ROOT), *files]
+    archive = subprocess.run(made, capture_output=True, check=True)
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     return folder
 
@@ -665,7 +669,8 @@ def main() -> int:
         directory = Path(name)
         try:
             with star([HOME] * len(NAMES)) as network, small_disks(directory):
-                week = Week(directory, network, unpack(options.before, directory))
+                before = unpack(options.before, directory) if options.before else None
+                week = Week(directory, network, before)
                 try:
                     week.play(options.minutes, quick=options.quick)
                     figures, goals = week.judge()

@@ -6,7 +6,7 @@ import pytest
 
 from primerl.node.config.loader import COMMANDS, keys, load
 from primerl.node.config.removed import REMOVED, replacement
-from primerl.node.config.run import RunConfig
+from primerl.node.config.run import JoinConfig, RunConfig
 from primerl.node.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -52,3 +52,25 @@ def test_no_key_is_removed_and_there(removed: str) -> None:
         assert not [
             key for key in names if f".{key}".endswith(f".{removed}") or f".{key}" == removed
         ]
+
+
+def test_a_file_with_a_key_of_another_name_is_read_with_a_line_that_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "join.toml"
+    file.write_text("[network]\nmax_upload_mbps = 5.0\nport = 7\n")
+    config = load(JoinConfig, ["@", str(file)], {})
+    assert (config.limits.upload, config.network.port) == (5.0, 7)
+    assert f"{file}: network.max_upload_mbps is limits.upload now" in caplog.text
+    file.write_text("[network]\nmax_upload_mbps = 5.0\n[limits]\nupload = 9.0\n")
+    assert load(JoinConfig, ["@", str(file)], {}).limits.upload == 9.0
+
+
+@pytest.mark.parametrize(
+    "text", ["network = 3", "network = []", "limits = 3\n[network]\nmax_upload_mbps = 5"]
+)
+def test_a_file_whose_sections_are_none_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "join.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError):
+        load(JoinConfig, ["@", str(file)], {})

@@ -238,6 +238,22 @@ def test_a_source_that_gives_at_the_usual_pace_is_never_doubted() -> None:
         assert not state.doubted(A, now)
 
 
+async def test_a_download_that_is_ending_already_can_be_stopped_again() -> None:
+    loop, errors = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda loop, context: errors.append(context))
+    download = ChunkDownload(A, 0.0, 0.0)
+
+    async def run() -> None:
+        async with asyncio.timeout(None) as download.leash:
+            download.stop()
+            loop.call_soon(download.stop)  # between the end of its time and that of the block
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await run()
+    assert not errors
+
+
 def test_bytes_that_come_fast_enough_are_waited_for_and_a_trickle_is_not() -> None:
     size = 16 << 20
     chunks = [ChunkRef(bytes([number]) * 32, size) for number in range(1, 4)]
