@@ -22,6 +22,7 @@ from ...protocol.trust import Equivocation, EquivocationProof
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, SPOKEN, WireRange
 from ..config.run import NodeConfig
 from ..errors import BusyError, NodeError, RunFailed, TicketError
+from ..ops.tracing import Tracing
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger
 from .connections import ConnectionPool, Gate, Handler, Router, no_gate, no_pipelines
@@ -86,6 +87,7 @@ class NodeServices:
     holdings: HoldingsAnnouncer
     """Versions that we hold, to be gossiped if discovery is on."""
     fraud: "asyncio.Queue[RemoteProtocolError]"
+    tracing: Tracing = field(default_factory=Tracing)
     wire: WireRange = SPOKEN
     """Wire versions that this node speaks."""
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
