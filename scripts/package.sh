@@ -11,7 +11,6 @@ cd "$root"
 source scripts/tools.sh build twine check-wheel-contents cyclonedx-bom
 
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
 # From what git has: a file that lies about here is in no package.
 mkdir "$work/tree"
 git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --target-directory "$work/tree"
@@ -36,6 +35,6 @@ sed -n 's/^\([a-z0-9].*==[^\\]*\).*/\1/p' requirements.lock >"$work/constraints.
 cd "$work" # not the repository, which would be imported
 "$work/venv/bin/primerl-node" --version
 "$work/venv/bin/primerl-node" --help | head -n 3
-rm -rf "$root/dist"
-cp -r "$work/dist" "$root/dist"
+mkdir -p "$root/dist"
+cp "$work"/dist/* "$root/dist/"
 ls -l "$root/dist"

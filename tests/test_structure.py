@@ -100,6 +100,8 @@ HEAVY = {
     "matplotlib": {"node.reports.report"},
     "plotext": {"node.reports.report"},
     "wandb": {"node.ops.monitors"},
+    "opentelemetry": {"node.ops.tracing"},
+    "packaging": {"node.app.peer_node"},
     "pynvml": {"node.gpus"},
     "zstandard": {"node.weights.blocks"},
     "typer": {"cli"},

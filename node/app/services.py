@@ -15,6 +15,7 @@ from ...protocol.manifests import Role
 from ...protocol.trust import TrustedRun
 from ..config.run import NodeConfig
 from ..errors import BusyError
+from ..ops.tracing import Tracing
 from ..p2p.chunk_client import TcpChunks
 from ..p2p.connections import ConnectionPool
 from ..p2p.discovery import Discovery
@@ -82,6 +83,8 @@ async def open_services(
     """
     async with AsyncExitStack() as cleanup:
         ledger.claim(key.node_id)
+        tracing = Tracing(run_id, role, key.node_id)
+        cleanup.push_async_callback(tracing.close)
         transport = await _start_transport(config, key, ledger, factories)
         cleanup.push_async_callback(transport.close)
         peers = PeerTable()
@@ -136,6 +139,7 @@ async def open_services(
             wire=factories.wire,
             rates=rates,
             tcp=tcp,
+            tracing=tracing,
         )
 
 

@@ -23,6 +23,7 @@ from ...protocol.trust import Equivocation, EquivocationProof
 from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, SPOKEN, WireRange
 from ..config.run import NodeConfig
 from ..errors import BusyError, NodeError, RunFailed, TicketError
+from ..ops.tracing import Tracing
 from ..storage.chunk_store import FileStore
 from ..storage.ledger import Ledger
 from .chunk_client import TcpChunks
@@ -89,6 +90,7 @@ class NodeServices:
     holdings: HoldingsAnnouncer
     """Versions that we hold, to be gossiped if discovery is on."""
     fraud: "asyncio.Queue[RemoteProtocolError]"
+    tracing: Tracing = field(default_factory=Tracing)
     wire: WireRange = SPOKEN
     """Wire versions that this node speaks."""
     rates: Rates = field(default_factory=Rates)

@@ -211,7 +211,8 @@ class TrainerRole:
         step = self.progress.step + 1
         staleness = self._buffer.staleness(groups)
         samples = await self._demonstrations.added_to(batch.samples, groups)
-        with self._clock.phase("train"):
+        leases = {int.from_bytes(group.lease[:8], "big") for group in groups}
+        with self._clock.phase("train"), self._services.tracing.batch("batch", leases, step=step):
             figures = await self._backend.step(TrainBatch(step, samples))
         failure = self._skips.after(step, figures.values)
         self.progress.skipped, self.progress.skipping = self._skips.total, self._skips.note()

@@ -280,15 +280,16 @@ class VerificationQueue:
         conditions = self._bounds.conditions(arrived.node, submission)
         rate = self._rate(arrived.node, self._environment(lease), conditions)
         try:
-            return await self.verifier.verify(
-                submission,
-                lease,
-                arrival,
-                version=version,
-                rate=rate,
-                conditions=conditions,
-                before=before,
-            )
+            with self._services.tracing.lease("verify", lease.lease_id, version=version):
+                return await self.verifier.verify(
+                    submission,
+                    lease,
+                    arrival,
+                    version=version,
+                    rate=rate,
+                    conditions=conditions,
+                    before=before,
+                )
         except RemoteProtocolError as error:
             logger.warning("submission of %s refused: %s", short(arrived.node), error)
             return refuse_all(arrival, lease, error)
@@ -448,7 +449,8 @@ class SubmissionReceiver:
         async def accept(data: bytes) -> bytes:
             return await self._receive(peer, offer, data)
 
-        await self._uploads.receive(peer, stream, offer, limit=limit, accept=accept)
+        with self._services.tracing.lease("receive", offer.lease_id, worker=short(peer)):
+            await self._uploads.receive(peer, stream, offer, limit=limit, accept=accept)
         return True
 
     async def _receive(self, peer: bytes, offer: SubmitOffer, data: bytes) -> bytes:

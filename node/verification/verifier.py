@@ -30,6 +30,7 @@ from ..environments.environment import (
 )
 from ..environments.leased_prompts import of_lease
 from ..errors import EngineError
+from ..ops.tracing import part
 from ..tasks import end_tasks
 from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
 from ..weights.state import State
@@ -502,7 +503,8 @@ class Verifier:
             return
         call = self._call(passed, work)
         try:
-            answer = await self._audits.audit_rollouts(call)
+            with part("audit", rollouts=len(passed)):
+                answer = await self._audits.audit_rollouts(call)
         except EngineError as error:
             # A rollout that was chosen for an audit is not trained on without one; its worker is not blamed.
             logger.error("no audit is possible: %s", error)

@@ -31,6 +31,7 @@ from ..inference.concurrency import Concurrency
 from ..inference.engine import Engine, EngineStats
 from ..inference.numerics import numerics_of
 from ..ops.figures import EngineRow
+from ..ops.tracing import part
 from ..p2p.rpc import Refused
 from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
@@ -368,26 +369,33 @@ class InferenceRole:
 
     async def _upload(self, sealed: bytes, lease_id: int) -> bytes:
         services = self._services
-        return await upload(
-            services.links,
-            self._run.trainer,
-            sealed,
-            lease_id,
-            deadline=ASK_TIMEOUT_S,
-            pacer=services.rates.up,
-        )
+        with services.tracing.lease("upload", lease_id, bytes=len(sealed)):
+            return await upload(
+                services.links,
+                self._run.trainer,
+                sealed,
+                lease_id,
+                deadline=ASK_TIMEOUT_S,
+                pacer=services.rates.up,
+            )
 
     # -- the work of a lease ---------------------------------------------------------------------
 
     async def _work(self, lease: Lease, sealed: bytes) -> None:
         """Carry out one lease; a lease that cannot be done in time expires."""
+        rollouts = len(lease.tasks) * lease.group_size
         try:
-            began = time.monotonic()
-            played = await self._generate(lease)
-            self._working.pop(lease.lease_id, None)  # it needs the engine no longer
-            self._progress.lease_ended(time.monotonic() - began)
-            if played is not None:
-                await self._uploads.put(lease, self._submission(sealed, played))
+            with self._services.tracing.lease(
+                "lease", lease.lease_id, root=True, rollouts=rollouts
+            ):
+                began = time.monotonic()
+                with part("generate"):
+                    played = await self._generate(lease)
+                self._working.pop(lease.lease_id, None)  # it needs the engine no longer
+                self._progress.lease_ended(time.monotonic() - began)
+                if played is not None:
+                    with part("prove"):
+                        await self._uploads.put(lease, self._submission(sealed, played))
         except TimeoutError:
             logger.warning("lease %d ran out of time", lease.lease_id)
         except EngineLost as error:

@@ -9,6 +9,7 @@ from typing import Any
 from support.protocol_cases import RUN, TRAINER
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.ops.tracing import Tracing
 from primerl.node.p2p.connections import Handler, Router
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
@@ -25,6 +26,7 @@ def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
         "trainer": TRAINER.node_id,
         "keep_chunks": set[bytes](),
         "wire": SPOKEN,
+        "tracing": Tracing(),
         "key_refusals": asyncio.Queue[Refused](1),
     }
     values: dict[str, Any] = {one.name: None for one in fields(NodeServices)}
