@@ -214,7 +214,7 @@ async def _ask(
     try:
         control = await dial(alpn=ALPN_CONTROL)
     except TransportError as error:
-        reach.udp = Way(why=printable(str(error), MAX_NAME))
+        reach.udp = Way(why=_unused_relay(ticket, reach) or printable(str(error), MAX_NAME))
         with suppress(RemoteProtocolError):  # says what it can without the trainer
             reach.ticket = _own_word(ticket, int(clock()))
         return
@@ -233,6 +233,15 @@ async def _ask(
         reach.udp.why = reach.udp.why or printable(str(error), MAX_NAME)
     finally:
         await control.close()
+
+
+def _unused_relay(ticket: Ticket, reach: Reach) -> str:
+    """Say that a ticket leads to its trainer by relays alone, and this node uses none of them; else ""."""
+    used = {url.rstrip("/") for url in reach.relays}
+    if all("://" in hint and hint.rstrip("/") not in used for hint in ticket.addresses):
+        hint = printable("".join(ticket.addresses[:1]), MAX_NAME)
+        return f"the ticket has no address but the relay {hint or '(none)'}, which network.relay_urls lacks"
+    return ""
 
 
 @asynccontextmanager

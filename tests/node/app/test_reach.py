@@ -137,6 +137,19 @@ async def test_what_is_fetched_to_measure_has_a_bound(tmp_path: Path, model_dir:
         assert outside.reach.download.nbytes < 64 * 1024
 
 
+async def test_a_relay_that_the_ticket_needs_and_this_node_does_not_use_is_named(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    relay = "https://relay.example.org/"
+    advertised = {"libp2p": False, "advertise": [relay]}
+    async with Swarm(tmp_path, model_dir, max_steps=LONG, network=None) as swarm:
+        swarm.settings["network"] = advertised
+        await swarm.start_trainer()
+        await swarm.stop_trainer()
+        reach = (await look_at(swarm)).reach
+    assert reach.udp.why.startswith(f"the ticket has no address but the relay {relay}")
+
+
 @pytest.mark.parametrize(
     ("seen", "says"),
     [
