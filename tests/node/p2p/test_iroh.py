@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.iroh_relay import relaying
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p import iroh
@@ -473,21 +472,3 @@ def test_a_binding_that_changed_is_not_patched_blindly() -> None:
 )
 def test_the_end_of_a_connection_has_a_reason_in_words(said: str, shown: str) -> None:
     assert cause(RuntimeError(said)) == shown
-
-
-async def test_a_node_is_reached_through_our_own_relay_without_any_address_of_it() -> None:
-    async with (
-        relaying() as relay,
-        running(relay_urls=[relay.url]) as server,
-        running(relay_urls=[f"{relay.url}/"]) as client,
-        asyncio.timeout(DEADLINE_S),
-    ):
-        hint = server.addresses()[-1]
-        assert hint.rstrip("/") == relay.url, "tickets and records name the relay"
-        near = await client.connect(server.node_id, [hint], ALPN, deadline=DEADLINE_S)
-        far = await server.accept()
-        stream = await near.open_stream()
-        await stream.write(b"over the relay")
-        assert await (await far.accept_stream()).read_exact(14) == b"over the relay"
-        assert relay.carried > 0
-        assert near.path().kind in ("relayed", "direct"), "iroh goes on directly where it can"
