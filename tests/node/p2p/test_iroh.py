@@ -315,8 +315,6 @@ async def test_two_endpoints_of_one_key_do_not_mix_up_their_connections() -> Non
 
 CHILD = """
 import asyncio, sys
-from support.iroh_relay import relaying
-
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.iroh import IrohTransport
 
