@@ -217,6 +217,9 @@ def _plan(
         )
     except EngineError as error:
         return None, MachineCheck("memory", "warning", f"not planned: {error}")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # it is the run's
+        text = "not planned: the model's config.json makes no sense"
+        return None, MachineCheck("memory", "warning", text)
     text = f"{engine.type} on the {'GPU' if device.kind == 'cuda' else 'CPU'}: {memory.verdict}"
     if memory.fits:
         return memory, MachineCheck("memory", "ok", text)

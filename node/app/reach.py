@@ -65,6 +65,8 @@ MakeDiscovery = Callable[
 ]
 TRIES = 3
 """Round trips that are timed; the shortest counts."""
+MAX_PORTS = 4
+"""TCP ports that are tried, one after the other."""
 NEWEST = 20
 """Versions whose pace and size are looked at."""
 MAX_ROUNDS = 4
@@ -83,6 +85,7 @@ class ProbeLimits:
     """Longest time of each measurement of speed."""
     download: int = 16 * MIB
     """Most bytes that are fetched to measure; the run's config.json and manifests come on top."""
+    whole_s: float = 90.0
     lanes: int = 4
     """Connections side by side, as a worker has them."""
 
@@ -191,7 +194,10 @@ async def look(
     try:
         tcp = asyncio.create_task(_tcp(ticket, network, key, discovery, limits))
         try:
-            await _ask(outside, ticket, text, end, limits, clock)
+            async with asyncio.timeout(limits.whole_s):
+                await _ask(outside, ticket, text, end, limits, clock)
+        except TimeoutError:
+            outside.reach.udp.why = f"not all was answered in {limits.whole_s:.0f} s"
         finally:
             outside.reach.tcp = await tcp
     finally:
@@ -229,8 +235,8 @@ async def _ask(
                 reach.upload = await _upload(lanes, limits)
         path = control.path()
         reach.path, reach.mtu = path.kind, path.mtu or None
-    except (TransportError, Refused, RemoteProtocolError) as error:
-        reach.udp.why = reach.udp.why or printable(str(error), MAX_NAME)
+    except (TransportError, TimeoutError, Refused, RemoteProtocolError) as error:
+        reach.udp.why = printable(str(error), MAX_NAME) or "the trainer fell silent"
     finally:
         await control.close()
 
@@ -281,7 +287,7 @@ async def _tcp(
     if not ports:
         return Way(why="the trainer takes no TCP (it runs without libp2p)")
     way = Way()
-    for host, port in ports:
+    for host, port in ports[:MAX_PORTS]:
         try:
             for _ in range(TRIES):
                 begun = time.perf_counter()
@@ -428,8 +434,9 @@ async def _weigh(
     if run is not None:
         config = next((file for file in run.model.files if file.name == "config.json"), None)
         if config is not None:
-            with suppress(ValueError):
-                outside.model = json.loads(await fetch(config.chunk))
+            with suppress(ValueError, RecursionError):
+                model = json.loads(await fetch(config.chunk))
+                outside.model = model if isinstance(model, dict) else None
         begin = sum(file.chunk.size for file in run.model.files)
         if run.adapters is not None:
             base = decode(await fetch(run.adapters.base), PolicyManifest)
