@@ -141,6 +141,7 @@ async def test_a_clock_that_is_off_is_measured_though_a_join_would_be_refused(
 async def test_what_is_fetched_to_measure_has_a_bound(tmp_path: Path, model_dir: Path) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
         await swarm.start_trainer()
+        await swarm.wait_step(0)
         outside = await look_at(swarm, limits=replace(ProbeLimits(), download=16, lanes=1))
         assert outside.reach.download is not None
         assert outside.reach.download.nbytes < 64 * 1024
