@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ... import __version__
 from ...crypto.hashing import DIGEST_BYTES, digest
@@ -231,6 +231,7 @@ async def _ask(
         trusted = TrustedRun(ticket.run, ticket.trainer)
         async with _connected(dial, limits.lanes) as lanes:
             if lanes:
+                outside.model = await _read_model(outside.manifest, lanes[0], limits)
                 await _weigh(outside, trusted, control, lanes, limits)
                 reach.upload = await _upload(lanes, limits)
         path = control.path()
@@ -400,6 +401,21 @@ async def _hello(
     reach.rollout_bytes = run.limits.max_model_len * (TOKEN_BYTES + routes)
 
 
+async def _read_model(
+    run: RunManifest | None, lane: Connection, limits: ProbeLimits
+) -> dict[str, Any] | None:
+    """Fetch the config.json of the run's model; None where there is none, or nonsense in it."""
+    files = run.model.files if run is not None else ()
+    config = next((file for file in files if file.name == "config.json"), None)
+    if config is None:
+        return None
+    try:
+        model: object = json.loads(await _fetch(lane, config.chunk, limits=limits))
+    except (ValueError, RecursionError):
+        return None
+    return cast(dict[str, Any], model) if isinstance(model, dict) else None
+
+
 async def _weigh(
     outside: Outside,
     trusted: TrustedRun,
@@ -432,11 +448,6 @@ async def _weigh(
     steps = [step.size for m in manifests[1:][-NEWEST:] if (step := smallest(m)) is not None]
     reach.version_bytes = sum(steps) / len(steps) if steps else None
     if run is not None:
-        config = next((file for file in run.model.files if file.name == "config.json"), None)
-        if config is not None:
-            with suppress(ValueError, RecursionError):
-                model = json.loads(await fetch(config.chunk))
-                outside.model = model if isinstance(model, dict) else None
         begin = sum(file.chunk.size for file in run.model.files)
         if run.adapters is not None:
             base = decode(await fetch(run.adapters.base), PolicyManifest)
