@@ -175,7 +175,7 @@ async def silent(peer: bytes, stream: Stream) -> None:
     await asyncio.sleep(60.0)
 
 
-async def look_by(answer: Handler, *, port: int = 0, **options: Any) -> Outside:
+async def look_by(answer: Handler, *, port: int = 0, limits: ProbeLimits = QUICK) -> Outside:
     """Look at a run whose trainer answers so; its ticket names a TCP port of this machine."""
     network, key = MemoryNetwork(), SecretKey.from_seed(bytes(31) + b"T")
     server, now = network.transport(key.node_id), int(time.time())
@@ -193,7 +193,7 @@ async def look_by(answer: Handler, *, port: int = 0, **options: Any) -> Outside:
     )
     async with serving(server, {ALPN_CONTROL: answer, ALPN_BLOBS: silent}):
         text, config = tickets.issue(key, ticket), NetworkConfig(libp2p=False)
-        return await look(text, config, transport=transport, **{"limits": QUICK, **options})
+        return await look(text, config, transport=transport, limits=limits)
 
 
 async def test_a_trainer_of_an_older_release_is_reached_though_it_says_nothing_of_the_ticket() -> (
