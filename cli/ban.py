@@ -48,7 +48,7 @@ def ban(
     options = {"lasts_s": seconds(lasts)} if lasts else {}
     answer = ask(find_node(data_dir), "ban", name=node, why=reason, **options)
     if as_json:
-        typer.echo(to_json(answer))
+        typer.echo(to_json({"node": answer["id"], **answer}))
         return
     row = msgspec.convert(answer, BanRow)
     until = local_time(row.until) if row.until else "it is pardoned"

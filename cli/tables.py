@@ -307,6 +307,7 @@ def peers_table(
     Raises UsageError for an unknown column.
     """
     column = _named(sort) if sort else None
+    rows = [row for row in rows if not _passed_by(row)]
     if not rows:
         return "no peers yet"
     ordered = sorted(rows, key=lambda row: (row.role != "trainer", row.role, row.short))
@@ -327,6 +328,12 @@ def _named(name: str) -> Column[PeerRow]:
 def gone(row: PeerRow) -> bool:
     """Return whether a peer has been away for so long that it is not waited for."""
     return row.path == NONE and _known(row.last_seen_s) > GONE_S
+
+
+def _passed_by(row: PeerRow) -> bool:
+    """Return whether a node only asked something and is gone, as `doctor --ticket` and `retire` do."""
+    known = row.role != "?" or row.ticket or row.refused or row.second or row.accepted
+    return row.path == NONE and not known
 
 
 def state_of(row: PeerRow) -> str:

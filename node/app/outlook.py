@@ -15,7 +15,7 @@ from ..memory_plan.memory import Device, EngineMemory, plan_engine, tensor_paral
 from ..memory_plan.shape import read_shape
 from ..models.architectures import text_config
 from ..reports.doctor import MachineCheck
-from .reach import Outside, Reach, Speed
+from .reach import TOKEN_BYTES, Outside, Reach, Speed
 
 HOURS = 24
 LATER = "measured after the first lease"
@@ -37,6 +37,7 @@ class Outlook:
     down_bytes_per_day: float | None
     """Weights, for a worker that fetches every version."""
     up_bytes_per_day: float | None
+    """Generated tokens at that pace, at most; prompts and chunks for other workers come on top."""
     exit_code: int
     """0 if this machine can work for the run, by all that is known; else as of the command that would fail."""
 
@@ -84,9 +85,7 @@ def judge(
     down = None
     if reach.versions_per_hour is not None and reach.version_bytes is not None:
         down = HOURS * reach.versions_per_hour * reach.version_bytes
-    sent = None
-    if rollouts is not None and reach.rollout_bytes:
-        sent = HOURS * rollouts * reach.rollout_bytes
+    sent = None if tokens_per_s is None else HOURS * 3600 * tokens_per_s * TOKEN_BYTES
     return Outlook(
         reach,
         checks,
@@ -218,6 +217,9 @@ def _plan(
         )
     except EngineError as error:
         return None, MachineCheck("memory", "warning", f"not planned: {error}")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # it is the run's
+        text = "not planned: the model's config.json makes no sense"
+        return None, MachineCheck("memory", "warning", text)
     text = f"{engine.type} on the {'GPU' if device.kind == 'cuda' else 'CPU'}: {memory.verdict}"
     if memory.fits:
         return memory, MachineCheck("memory", "ok", text)
@@ -254,7 +256,10 @@ def sentences(outlook: Outlook) -> Iterator[str]:
     else:
         yield "Down, a day: not known, as the run has published too few versions."
     if outlook.up_bytes_per_day is not None:
-        yield f"Up: at most {_size(outlook.up_bytes_per_day)} a day at that pace, and chunks for other workers."
+        yield (
+            f"Up: at most {_size(outlook.up_bytes_per_day)} a day for the replies at that pace; prompts and "
+            "chunks for other workers come on top."
+        )
     elif reach.rollout_bytes is not None:
         yield (
             f"Up: at most {_size(reach.rollout_bytes)} a rollout, and chunks for other workers "

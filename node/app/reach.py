@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ... import __version__
 from ...crypto.hashing import DIGEST_BYTES, digest
@@ -65,6 +65,8 @@ MakeDiscovery = Callable[
 ]
 TRIES = 3
 """Round trips that are timed; the shortest counts."""
+MAX_PORTS = 4
+"""TCP ports that are tried, one after the other."""
 NEWEST = 20
 """Versions whose pace and size are looked at."""
 MAX_ROUNDS = 4
@@ -83,6 +85,7 @@ class ProbeLimits:
     """Longest time of each measurement of speed."""
     download: int = 16 * MIB
     """Most bytes that are fetched to measure; the run's config.json and manifests come on top."""
+    whole_s: float = 90.0
     lanes: int = 4
     """Connections side by side, as a worker has them."""
 
@@ -191,7 +194,10 @@ async def look(
     try:
         tcp = asyncio.create_task(_tcp(ticket, network, key, discovery, limits))
         try:
-            await _ask(outside, ticket, text, end, limits, clock)
+            async with asyncio.timeout(limits.whole_s):
+                await _ask(outside, ticket, text, end, limits, clock)
+        except TimeoutError:
+            outside.reach.udp.why = f"not all was answered in {limits.whole_s:.0f} s"
         finally:
             outside.reach.tcp = await tcp
     finally:
@@ -214,7 +220,7 @@ async def _ask(
     try:
         control = await dial(alpn=ALPN_CONTROL)
     except TransportError as error:
-        reach.udp = Way(why=printable(str(error), MAX_NAME))
+        reach.udp = Way(why=_unused_relay(ticket, reach) or printable(str(error), MAX_NAME))
         with suppress(RemoteProtocolError):  # says what it can without the trainer
             reach.ticket = _own_word(ticket, int(clock()))
         return
@@ -225,14 +231,24 @@ async def _ask(
         trusted = TrustedRun(ticket.run, ticket.trainer)
         async with _connected(dial, limits.lanes) as lanes:
             if lanes:
+                outside.model = await _read_model(outside.manifest, lanes[0], limits)
                 await _weigh(outside, trusted, control, lanes, limits)
                 reach.upload = await _upload(lanes, limits)
         path = control.path()
         reach.path, reach.mtu = path.kind, path.mtu or None
-    except (TransportError, Refused, RemoteProtocolError) as error:
-        reach.udp.why = reach.udp.why or printable(str(error), MAX_NAME)
+    except (TransportError, TimeoutError, Refused, RemoteProtocolError) as error:
+        reach.udp.why = printable(str(error), MAX_NAME) or "the trainer fell silent"
     finally:
         await control.close()
+
+
+def _unused_relay(ticket: Ticket, reach: Reach) -> str:
+    """Say that a ticket leads to its trainer by relays alone, and this node uses none of them; else ""."""
+    used = {url.rstrip("/") for url in reach.relays}
+    if all("://" in hint and hint.rstrip("/") not in used for hint in ticket.addresses):
+        hint = printable("".join(ticket.addresses[:1]), MAX_NAME)
+        return f"the ticket has no address but the relay {hint or '(none)'}, which network.relay_urls lacks"
+    return ""
 
 
 @asynccontextmanager
@@ -272,7 +288,7 @@ async def _tcp(
     if not ports:
         return Way(why="the trainer takes no TCP (it runs without libp2p)")
     way = Way()
-    for host, port in ports:
+    for host, port in ports[:MAX_PORTS]:
         try:
             for _ in range(TRIES):
                 begun = time.perf_counter()
@@ -393,6 +409,21 @@ async def _hello(
     reach.rollout_bytes = run.limits.max_model_len * (TOKEN_BYTES + routes)
 
 
+async def _read_model(
+    run: RunManifest | None, lane: Connection, limits: ProbeLimits
+) -> dict[str, Any] | None:
+    """Fetch the config.json of the run's model; None where there is none, or nonsense in it."""
+    files = run.model.files if run is not None else ()
+    config = next((file for file in files if file.name == "config.json"), None)
+    if config is None:
+        return None
+    try:
+        model: object = json.loads(await _fetch(lane, config.chunk, limits=limits))
+    except (ValueError, RecursionError):
+        return None
+    return cast(dict[str, Any], model) if isinstance(model, dict) else None
+
+
 async def _weigh(
     outside: Outside,
     trusted: TrustedRun,
@@ -425,10 +456,6 @@ async def _weigh(
     steps = [step.size for m in manifests[1:][-NEWEST:] if (step := smallest(m)) is not None]
     reach.version_bytes = sum(steps) / len(steps) if steps else None
     if run is not None:
-        config = next((file for file in run.model.files if file.name == "config.json"), None)
-        if config is not None:
-            with suppress(ValueError):
-                outside.model = json.loads(await fetch(config.chunk))
         begin = sum(file.chunk.size for file in run.model.files)
         if run.adapters is not None:
             base = decode(await fetch(run.adapters.base), PolicyManifest)

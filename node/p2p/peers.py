@@ -91,7 +91,10 @@ class Peer:
         live = [info for info, closed in paths if not closed]
         if not live:
             return None, sent, received
-        best = min(live, key=lambda info: (info.kind == "relayed", info.rtt_ms or 0.0))
+        # of several connections with a peer, iroh knows the round trip of one
+        best = min(
+            live, key=lambda info: (info.kind == "relayed", info.rtt_ms is None, info.rtt_ms or 0.0)
+        )
         return PathInfo(best.kind, best.rtt_ms, sent, received), sent, received
 
 

@@ -331,9 +331,9 @@ class Ledger:
         with self._transaction():
             self._write("INSERT OR IGNORE INTO retired VALUES (?, ?)", (node, sealed))
             if successor:
-                self._write("DELETE FROM admitted WHERE node = ?", (successor,))
                 self._write(
-                    "UPDATE admitted SET node = ?, record = x'' WHERE node = ?", (successor, node)
+                    "UPDATE OR REPLACE admitted SET node = ?, record = x'' WHERE node = ?",
+                    (successor, node),
                 )
                 self.drop_reputation(node)
                 self.set_reputation(successor, reputation)

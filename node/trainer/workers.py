@@ -721,7 +721,7 @@ class WorkerRegistry:
         self.audits.pardon(node)
         if node in self.workers:
             self.workers[node].proven = False
-        return self._changed_by_hand(node)
+        return self._changed_by_hand(node, "pardoned: a newcomer again")
 
     def bans(self) -> list[BanRow]:
         """List the banned workers, and the validators that are believed no more; the newest ban first."""
@@ -780,11 +780,11 @@ class WorkerRegistry:
             )
         return self.present_key(matches[0])
 
-    def _changed_by_hand(self, node: bytes) -> bytes:
+    def _changed_by_hand(self, node: bytes, freed: str = "not banned any more") -> bytes:
         known = self.reputation(node)
         self.services.ledger.set_reputation(node, msgspec.json.encode(known.snapshot()))
         self._sources_at = -math.inf  # it may be listed as a source for others no more
-        logger.warning("%s is %s", short(node), known.refused or "not banned any more")
+        logger.warning("%s is %s", short(node), known.refused or freed)
         return node
 
     def quarantined(self, node: bytes) -> frozenset[int]:

@@ -14,7 +14,7 @@ async def test_a_worker_is_banned_and_pardoned_by_its_id(ask: Ask, serve: Serve)
     assert (await ask("ban", "1f0c", "--why", "a reason", "-d", node)).out == says
     assert (await ask("ban", "1f0c", "--reason", "a reason", "-d", node)).out == says
     assert (await ask("pardon", "1f0c", "-d", node)).out == "pardoned 1f0c2a0000\n"
-    assert json.loads((await ask("ban", "1f0c", "--json", "-d", node)).out) == row
+    assert json.loads((await ask("ban", "1f0c", "--json", "-d", node)).out) == {"node": NODE, **row}
 
 
 async def test_a_ban_is_given_a_length_and_says_when_it_ends(ask: Ask, serve: Serve) -> None:

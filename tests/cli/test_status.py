@@ -53,6 +53,16 @@ async def test_peers_shows_one_line_a_peer(ask: Ask, serve: Serve) -> None:
     assert nobody.out == "no peers yet\n"
 
 
+def test_a_node_that_only_asked_something_and_is_gone_is_not_listed() -> None:
+    passer = replace(PEER, role="?", path="-", ticket="", accepted=0, rejected=0)
+    assert drawn(passer) == ["no peers yet"]
+    assert len(drawn(passer, PEER, replace(passer, refused="its key was retired"))) == 3
+
+
+def test_a_peer_is_shown_by_its_name_beside_its_id() -> None:
+    assert drawn(replace(PEER, name="[b]anna"))[1].startswith("ababababab [b]anna ")
+
+
 @pytest.mark.parametrize(
     ("more", "state"),
     [

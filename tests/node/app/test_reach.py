@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from support.protocol_cases import head
+from support.bare_node import serving
+from support.memory_network import MemoryNetwork
+from support.protocol_cases import MANIFEST, TICKET, head
 from support.swarm import Swarm
 
 from primerl.crypto.keys import SecretKey
@@ -28,10 +31,17 @@ from primerl.node.config.run import EngineConfig, NetworkConfig
 from primerl.node.errors import TicketError
 from primerl.node.memory_plan.memory import Device
 from primerl.node.ops import control
-from primerl.node.p2p.transport import Transport
+from primerl.node.p2p.connections import Handler
+from primerl.node.p2p.rpc import receive, send
+from primerl.node.p2p.transport import Stream, Transport
+from primerl.protocol import tickets
+from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.messages import GetHeads, Heads, Hello
 from primerl.protocol.trust import AdmittedHead
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL
 
 LONG = 100_000
+QUICK = ProbeLimits(speed_s=0.1)
 CPU = Device("cpu", 8 * 2**30)
 
 
@@ -132,9 +142,96 @@ async def test_a_clock_that_is_off_is_measured_though_a_join_would_be_refused(
 async def test_what_is_fetched_to_measure_has_a_bound(tmp_path: Path, model_dir: Path) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
         await swarm.start_trainer()
+        await swarm.wait_step(0)
         outside = await look_at(swarm, limits=replace(ProbeLimits(), download=16, lanes=1))
         assert outside.reach.download is not None
         assert outside.reach.download.nbytes < 64 * 1024
+
+
+async def test_a_relay_that_the_ticket_needs_and_this_node_does_not_use_is_named(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    relay = "https://relay.example.org/"
+    advertised = {"libp2p": False, "advertise": [relay]}
+    async with Swarm(tmp_path, model_dir, max_steps=LONG, network=None) as swarm:
+        swarm.settings["network"] = advertised
+        await swarm.start_trainer()
+        await swarm.stop_trainer()
+        reach = (await look_at(swarm)).reach
+    assert reach.udp.why.startswith(f"the ticket has no address but the relay {relay}")
+
+
+async def older(peer: bytes, stream: Stream) -> None:
+    """Answer as a trainer does that knows no trial hellos."""
+    request = await receive(stream, Hello | GetHeads)  # type: ignore[arg-type]
+    if isinstance(request, Hello):
+        raise RemoteProtocolError(Reason.MALFORMED, "Object contains unknown field `trial`")
+    await send(stream, Heads(()))
+    await stream.finish()
+
+
+async def silent(peer: bytes, stream: Stream) -> None:
+    """Take every request and answer none."""
+    await asyncio.sleep(60.0)
+
+
+async def look_by(answer: Handler, *, port: int = 0, limits: ProbeLimits = QUICK) -> Outside:
+    """Look at a run whose trainer answers so; its ticket names a TCP port of this machine."""
+    network, key = MemoryNetwork(), SecretKey.from_seed(bytes(31) + b"T")
+    server, now = network.transport(key.node_id), int(time.time())
+
+    async def transport(config: NetworkConfig, own: SecretKey, port: int) -> Transport:
+        return network.transport(own.node_id)
+
+    ticket = msgspec.structs.replace(
+        TICKET,
+        trainer=key.node_id,
+        addresses=server.addresses(),
+        discovery=(f"/ip4/127.0.0.1/tcp/{port}",),
+        issued=now,
+        expires=now + 60,
+    )
+    async with serving(server, {ALPN_CONTROL: answer, ALPN_BLOBS: silent}):
+        text, config = tickets.issue(key, ticket), NetworkConfig(libp2p=False)
+        return await look(text, config, transport=transport, limits=limits)
+
+
+async def test_a_trainer_of_an_older_release_is_reached_though_it_says_nothing_of_the_ticket() -> (
+    None
+):
+    reach = (await look_by(older)).reach
+    assert reach.udp.answers
+    assert reach.may_join is None
+    assert reach.ticket.endswith("(a trainer of an older release)")
+
+
+async def test_a_trainer_that_answers_nothing_costs_no_more_than_the_time_set() -> None:
+    limits = replace(ProbeLimits(), whole_s=0.1)
+    reach = (await look_by(silent, limits=limits)).reach
+    assert not reach.udp.answers
+    assert reach.udp.why == "not all was answered in 0 s"
+
+
+async def test_a_tcp_port_is_timed_and_a_closed_one_named() -> None:
+    def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        way = (await look_by(older, port=port)).reach.tcp
+        assert way.rtt_ms is not None
+        assert not way.answers, "a port proves no key"
+        assert "libp2p is off or not installed here" in way.why
+    closed = (await look_by(older, port=port)).reach.tcp
+    assert (closed.answers, closed.rtt_ms) == (False, None)
+    assert closed.why.startswith(f"127.0.0.1:{port}: ")
+
+
+@pytest.mark.parametrize("model", [{}, {"num_hidden_layers": "x"}, {"hidden_size": 0}, {"a": [{}]}])
+def test_a_model_that_makes_no_sense_is_not_planned(model: dict[str, Any]) -> None:
+    run = Outside(Reach("t", "r", may_join=True, udp=Way(True, 1.0)), MANIFEST, model)
+    (check,) = [each for each in judge(run, EngineConfig(), CPU, 1).checks if each.name == "memory"]
+    assert (check.state, check.found[:11]) == ("warning", "not planned")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +274,6 @@ def heads(*created: int) -> Sequence[AdmittedHead]:
 
 
 def replace_created(number: int, created: int) -> Any:
-    import msgspec
-
     return msgspec.structs.replace(head(number), created=created)
 
 

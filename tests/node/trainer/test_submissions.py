@@ -150,7 +150,7 @@ class World:
             services=services,
             bounds=self.bounds,
             reputation=self.reputation,
-            present_key=lambda node: node,
+            present_key=bytes,
             pipelines=SimpleNamespace(dissolve=None),
             workers={},
             environments=MIXED.environments,
