@@ -24,6 +24,7 @@ def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
         "trainer": TRAINER.node_id,
         "keep_chunks": set[bytes](),
         "key_refusals": asyncio.Queue[Refused](1),
+        "paused": lambda: "",
     }
     values: dict[str, Any] = {one.name: None for one in fields(NodeServices)}
     return NodeServices(**{**values, **known, **parts})
