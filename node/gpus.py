@@ -241,8 +241,8 @@ def taken_by_others(
 ) -> GpuShare | None:
     """Return what programs other than the processes `own` took of a visible GPU in the last `seconds`.
 
-    Of several GPUs the most of any. None where none is visible. Programs that this machine's process table does
-    not show are left out: the driver names those of a container by numbers of its host.
+    Of several GPUs the most of any. None where none is visible, or the driver fails. Programs that are not in
+    the table of processes here are left out: the driver names those of a container by numbers of its host.
     """
     gpus = visible_memory(environ, ask)
     if not gpus:
@@ -255,6 +255,8 @@ def taken_by_others(
         return None
     try:
         shares = [_taken(gpu, own, seconds) for gpu in gpus]
+    except pynvml.NVMLError:
+        return None
     finally:
         pynvml.nvmlShutdown()
     return GpuShare(max(share.busy for share in shares), max(share.memory for share in shares))

@@ -302,8 +302,10 @@ class InferenceRole:
     def _has_news(self) -> bool:
         """Return whether to send a request although no lease is wanted."""
         waited = time.monotonic() - self._asked
-        news = self._given_up or self._told != self._services.paused()
-        return news or (self._weights.version >= 0 and waited >= HEARTBEAT_S)
+        paused = self._services.paused()
+        if self._given_up or self._told != paused:
+            return True
+        return waited >= HEARTBEAT_S and (bool(paused) or self._weights.version >= 0)
 
     async def _rest(self, seconds: float) -> None:
         """Sleep for `seconds` or until the run ends."""

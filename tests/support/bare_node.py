@@ -28,6 +28,7 @@ def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
         "wire": SPOKEN,
         "tracing": Tracing(),
         "key_refusals": asyncio.Queue[Refused](1),
+        "paused": lambda: "",
     }
     values: dict[str, Any] = {one.name: None for one in fields(NodeServices)}
     return NodeServices(**{**values, **known, **parts})

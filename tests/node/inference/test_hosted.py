@@ -166,6 +166,26 @@ async def test_an_engine_that_nobody_needs_ends_until_the_next_request(
         assert engine.stats().restarts == 0, "none was lost"
 
 
+async def test_an_engine_that_takes_long_to_start_ends_without_work_while_its_node_is_paused_alone(
+    model_dir: Path, impatient: None
+) -> None:
+    paused = False
+    async with running(model_dir, config()) as engine:
+        assert config().type == "vllm"
+        engine.rest_while(lambda: paused)
+        (process,) = engine.pids
+        for _ in range(8):  # as long as another one takes to rest
+            assert await weights(engine) == [1, 2, 3]
+            await asyncio.sleep(0.05)
+        assert engine.pids == [process]
+        paused = True
+        await rested(engine)
+        assert (engine.policy_version, engine.stats().fault) == (0, "")
+        paused = False
+        assert await weights(engine) == [1, 2, 3]
+        assert engine.pids != [process]
+
+
 async def test_a_resting_engine_that_cannot_start_again_is_lost_and_given_up(
     model_dir: Path, impatient: None
 ) -> None:

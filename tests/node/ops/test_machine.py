@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 from psutil._pslinux import scputimes
-from support.fake_nvml import install_nvml
+from support.fake_nvml import NvmlError, install_nvml
 
 from primerl.node.gpus import GpuShare
 from primerl.node.ops import machine
@@ -40,6 +40,13 @@ def test_what_other_programs_take_of_the_gpus_is_told_from_the_node_s_own(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert OtherPrograms().read().gpu == GpuShare(0.0, 0.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert OtherPrograms().read().gpu is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+
+    def lost(uuid: str) -> None:
+        raise NvmlError(uuid)
+
+    monkeypatch.setattr(sys.modules["pynvml"], "nvmlDeviceGetHandleByUUID", lost)
     assert OtherPrograms().read().gpu is None
 
 

@@ -26,6 +26,7 @@ from support.protocol_cases import (
     refuses,
     sealed_head,
 )
+from support.waiting import until
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.keys import SecretKey
@@ -360,7 +361,7 @@ class Idle:
 
 
 def validator(
-    links: Trainer, tmp_path: Path, *, auditor: Measuring | None = None
+    links: Trainer, tmp_path: Path, *, auditor: Measuring | None = None, **parts: Any
 ) -> tuple[Any, HeadStore, Ledger]:
     """A validator that holds versions 2 to 4, its head book, and the ledger to close."""
     cache = loop.StateCache(5)
@@ -368,7 +369,7 @@ def validator(
         cache.put(policy(version), None)
     ledger = Ledger(tmp_path / "ledger.db", fsync=False)
     book = HeadStore(heads(), ledger)
-    services = bare_services(VALIDATOR, links=links, heads=book, fetcher=Idle())
+    services = bare_services(VALIDATOR, links=links, heads=book, fetcher=Idle(), **parts)
     fakes: list[Any] = [Caught(), cache, auditor or Measuring()]
     return loop.ValidatorRole(services, MANIFEST, *fakes), book, ledger
 
@@ -392,6 +393,22 @@ async def test_a_validator_reports_job_after_job(tmp_path: Path) -> None:
         check_rows(made, [(0, 0)])
         assert (made.job, made.submission) == (1, digest(bundle()))
         assert made.measured[0].tokens == CLEAN.tokens
+
+
+async def test_a_paused_validator_asks_for_no_job_until_it_is_resumed(tmp_path: Path) -> None:
+    links, why = Trainer(bundle(), 1), "outside its hours"
+    role, book, ledger = validator(links, tmp_path, paused=lambda: why)
+    running = asyncio.create_task(role.run())
+    await until(lambda: role.waits_for == "paused: outside its hours")
+    assert links.reports == []
+    why = ""
+    await book.wake()
+    async with asyncio.timeout(60.0):
+        await links.ended.wait()
+    await book.end("enough")
+    await running
+    ledger.close()
+    assert links.reports
 
 
 class Gathering(Measuring):
