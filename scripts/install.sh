@@ -4,13 +4,16 @@
 #   scripts/install.sh [EXTRAS]        default: run        e.g. run,dev; '' is the daemon without torch
 #
 # Needs Python >= 3.11 with venv, and a package index that pip can reach. Needs no compiler: it installs only
-# wheels, and two packages of pure Python that have none. PYTHON names another interpreter.
+# wheels, and two packages of pure Python that have none. PYTHON names another interpreter, TORCH_CPU_INDEX another
+# index of torch's CPU build, which a machine without a GPU gets; empty: as pip's own indexes have it.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 extras=${1-run}
 unbuilt=varint,python-baseconv # pure Python, published as source only
+cpu_index=${TORCH_CPU_INDEX-https://download.pytorch.org/whl/cpu}
+indexes=()
 
 say() { printf '%s\n' "primerl-node: $*" >&2; }
 
@@ -60,11 +63,23 @@ advice() {
     fi
 }
 
+# Without a GPU, take torch's CPU build: the package index has the CUDA build, of several GB.
+find_cpu_index() {
+    if [[ ,$extras, != *,run,* || -z $cpu_index || -e /dev/nvidiactl || -e /dev/dxg ]]; then return; fi
+    if "$venv/bin/python" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=10)' \
+        "$cpu_index/torch/" >/dev/null 2>&1; then
+        indexes=(--extra-index-url "$cpu_index")
+    else
+        say "$cpu_index, which has torch's CPU build, does not answer: unless pip knows another such index, this" \
+            "takes the CUDA build, several GB more; TORCH_CPU_INDEX names another"
+    fi
+}
+
 # Run pip in the background, with a progress line; its output goes to the log.
 install() {
     local code=0 line
     "$venv/bin/python" -m pip install --disable-pip-version-check --only-binary :all: --no-binary "$unbuilt" \
-        --constraint "$root/constraints.txt" "$@" >>"$log" 2>&1 &
+        --constraint "$root/constraints.txt" ${indexes[@]+"${indexes[@]}"} "$@" >>"$log" 2>&1 &
     local pip=$!
     trap 'kill "$pip" 2>/dev/null || true' INT TERM EXIT
     while kill -0 "$pip" 2>/dev/null; do
@@ -99,6 +114,7 @@ fi
 say "installing into $venv (the first time some minutes, mostly torch)"
 log=$venv/install.log started=$SECONDS
 : >"$log"
+find_cpu_index
 install --editable "$root${extras:+[$extras]}"
 install --no-deps libp2p # one of its requirements needs a compiler; pyproject.toml lists the others
 mkdir -p "$venv/share/man/man1" # `man primerl-node` finds it while .venv is activated

@@ -7,8 +7,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import requires
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from support.repository import ROOT
@@ -127,7 +130,7 @@ def test_a_machine_without_a_compiler_installs_everything_and_finds_peers_by_lib
 FAKE_PYTHON = """#!/bin/bash
 case "$1 $2" in
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-"-m pip") echo "$WORDS" && sleep 1.2 && exit "$CODE" ;;
+"-m pip") echo "$WORDS" "${{@:3}}" && sleep 1.2 && exit "$CODE" ;;
 "-m primerl.cli.main") ;;
 *) exec {python} "$@" ;;
 esac
@@ -151,6 +154,7 @@ def test_the_progress_of_an_installation_stays_on_its_line(installer: Path) -> N
     environ = {
         **os.environ,
         "PYTHON": str(installer.parent.parent / "python"),
+        "TORCH_CPU_INDEX": "",
         "WORDS": "Collecting " + "a-package-with-a-long-name " * 20,
         "CODE": "0",
         "COLUMNS": str(columns),
@@ -183,9 +187,39 @@ def test_the_progress_of_an_installation_stays_on_its_line(installer: Path) -> N
 def test_a_failed_installation_says_what_to_do(installer: Path, words: str, said: str) -> None:
     python = installer.parent.parent / "python"
     environ = {**os.environ, "PYTHON": str(python), "WORDS": words, "CODE": "1"}
+    environ["TORCH_CPU_INDEX"] = ""
     done = subprocess.run(
         ["bash", installer], env=environ, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert words in done.stderr
     assert said in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_without_a_gpu_torch_comes_from_the_index_of_its_cpu_build(
+    installer: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "index" / "torch").mkdir(parents=True)
+    environ = {**os.environ, "PYTHON": str(tmp_path / "python"), "WORDS": "", "CODE": "0"}
+
+    def installed(extras: str, index: str) -> tuple[str, str]:
+        done = subprocess.run(
+            ["bash", installer, extras],
+            env={**environ, "TORCH_CPU_INDEX": index},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return (tmp_path / ".venv/install.log").read_text(), done.stderr
+
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "index"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}"
+        assert f"--extra-index-url {index} " in installed("run", index)[0]
+        log, said = installed("run,dev", f"{index}/nowhere")
+        server.shutdown()
+    assert "--extra-index-url" not in log
+    assert "TORCH_CPU_INDEX names another" in said
+    assert "--extra-index-url" not in installed("", index)[0], "the daemon alone has no torch"

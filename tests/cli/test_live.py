@@ -280,7 +280,13 @@ def test_a_summary_tells_everything(tmp_path: Path, capsys: pytest.CaptureFixtur
     for part in (
         *("0.310 before, 0.860 after", "2560 accepted, 3 rejected (stale 3)", "0.1% of rollouts"),
         *("4.00e-04", "250.0 kB, 25% of the 1.0 MB", "bbbbbbbbbb 70 B (70%), trainer 30 B (30%)"),
-        *("training 20.2 s, warm-up 9.5 s", "weights/step_20", "reward.png", "Mean reward"),
+        *(
+            "training 20.2 s, warm-up 9.5 s",
+            "weights/step_20",
+            "primerl-node chat outputs/demo ",
+            "reward.png",
+            "Mean reward",
+        ),
     ):
         assert part in out
     assert "cccccccccc" not in out  # a worker that told of no chunks has no line about them
