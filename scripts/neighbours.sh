@@ -5,7 +5,7 @@
 #   bash scripts/neighbours.sh COMMIT [FIXTURE.tar.xz]
 #
 # COMMIT runs from an archive of git, on the packages of this tree's .venv. FIXTURE is a file to pack what it wrote
-# into: tests/older/written_by_COMMIT.tar.xz, for tests/scenarios/test_older_data.py.
+# into: tests/older/written_by_COMMIT.tar.xz, for tests/cli/test_older_data.py.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 commit=${1:?a commit or tag of the other release} fixture=${2:-}

@@ -35,6 +35,8 @@ sed -n 's/^\([a-z0-9].*==[^\\]*\).*/\1/p' requirements.lock >"$work/constraints.
 cd "$work" # not the repository, which would be imported
 "$work/venv/bin/primerl-node" --version
 "$work/venv/bin/primerl-node" --help | head -n 3
+missing=$("$work/venv/bin/primerl-node" train @ demo --dry-run 2>&1 || true) # a recipe of the wheel, without [run]
+grep "pip install 'primerl-node\[run\]'" <<<"$missing"
 mkdir -p "$root/dist"
 cp "$work"/dist/* "$root/dist/"
 ls -l "$root/dist"

@@ -269,6 +269,9 @@ def _classes(config: Mapping[str, Any], name: str) -> Iterator[str]:
 
     Such are drafts for speculative decoding, and models of own code.
     """
+    if find_spec("transformers") is None:
+        yield "transformers is not installed: pip install 'primerl-node[run]'"
+        return
     files = _sources(name)
     if not files:
         yield f"the installed transformers has no {name!r}: install a later one"
