@@ -151,6 +151,7 @@ class PeerNode(Node):
 
     async def run(self) -> None:
         """Join and work until the run ends. Raises TicketError, NodeError; RunFailed where the run failed."""
+        self.limits.open(time.time())
         self._ticket = usable_ticket(self._config.ticket, self.data_dir, int(time.time()))
         ticket = tickets.read(self._ticket, now=0)
         directory = run_directory(self.data_dir, ticket.run)

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from ..config.limits import Hours, LimitsConfig
-from ..errors import BAD_FILE, StorageError, UsageError
+from ..errors import BAD_FILE, UsageError, file_error
 from ..storage.partial import whole_file
 from .figures import LimitsRow
 from .machine import OthersUse
@@ -99,11 +99,11 @@ class HomeLimits:
         fsync: bool = True,
         local: Callable[[float], datetime] = datetime.fromtimestamp,
     ) -> None:
-        """`now` in Unix seconds, here and below. Raises StorageError."""
+        """`now` in Unix seconds, here and below. Call open() before anything else."""
         self._path = data_dir / FILE
         self._fsync = fsync
         self._local = local
-        self._kept = self._read(now)
+        self._kept = KeptLimits(self._month(now))
         self._counted = (0, 0)
         """Bytes since the start that are in the count."""
         self._unsaved, self._saved_at = 0, now
@@ -115,16 +115,24 @@ class HomeLimits:
         """Why it is paused, in words that its trainer may read; empty while it works."""
         self.configure(config, now)
 
-    def _read(self, now: float) -> KeptLimits:
+    def open(self, now: float) -> None:
+        """Read what an earlier start kept; a damaged file counts as none, with an error in the log.
+
+        Raises StorageError if it cannot be read at all.
+        """
         try:
             with self._path.open("rb") as file:
-                return msgspec.json.decode(file.read(MAX_FILE), type=KeptLimits)
+                self._kept = msgspec.json.decode(file.read(MAX_FILE), type=KeptLimits)
         except FileNotFoundError:
-            return KeptLimits(self._month(now))
+            pass  # the first start
+        except OSError as error:
+            raise file_error(error, self._path) from error
         except BAD_FILE as error:
-            raise StorageError(
-                f"{self._path} cannot be read ({error}): remove it, and this month's bytes count from zero"
-            ) from error
+            logger.error(
+                "%s is damaged (%s): this month's bytes count from zero, and a pause of its owner is over",
+                *(self._path, error),
+            )
+        self._decide(now)
 
     def configure(self, config: LimitsConfig, now: float) -> None:
         """Take other limits from now on."""

@@ -25,7 +25,9 @@ def local(seconds: float) -> datetime:
 
 def opened(directory: Path, now: float = NOON, **config: object) -> HomeLimits:
     """Open the limits of a node, as at a start."""
-    return HomeLimits(LimitsConfig.model_validate(config), directory, now, local=local)
+    limits = HomeLimits(LimitsConfig.model_validate(config), directory, now, local=local)
+    limits.open(now)
+    return limits
 
 
 def test_without_limits_a_node_works_and_serves_whatever_happens(tmp_path: Path) -> None:
@@ -155,11 +157,22 @@ def test_a_stage_that_others_wait_for_is_not_paused(tmp_path: Path) -> None:
         b'{"month": "2026-11", "sent": 1' + b" " * 5000 + b"}",
     ],
 )
-def test_a_file_that_is_none_of_ours_is_named_and_kept(tmp_path: Path, text: bytes) -> None:
+def test_a_damaged_file_counts_as_none_and_is_named(
+    tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / module.FILE).write_bytes(text)
-    with pytest.raises(StorageError, match="remove it"):
+    limits = opened(tmp_path)
+    assert (limits.why, limits.row(NOON).month_sent) == ("", 0)
+    assert caplog.text.count("is damaged") == 1
+    limits.save(NOON)
+    opened(tmp_path)
+    assert caplog.text.count("is damaged") == 1
+
+
+def test_what_cannot_be_read_at_all_ends_the_start_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / module.FILE).mkdir()
+    with pytest.raises(StorageError, match=r"limits\.json"):
         opened(tmp_path)
-    assert (tmp_path / module.FILE).read_bytes() == text
 
 
 # -- others ----------------------------------------------------------------------------------------
