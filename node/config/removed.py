@@ -61,7 +61,7 @@ REMOVED = {
 
 
 RENAMED = {("network", "max_upload_mbps"): ("limits", "upload")}
-"""(section, key) -> those that mean the same now; files, which nodes write too, may have the old for a release."""
+"""(section, key) -> those that mean the same now. A file may have the old ones for a release: nodes write some."""
 
 
 def rename(tree: dict[str, Any]) -> list[str]:
