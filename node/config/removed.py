@@ -61,7 +61,7 @@ REMOVED = {
 
 
 RENAMED = {("network", "max_upload_mbps"): ("limits", "upload")}
-"""(section, key) -> those that mean the same now. A file may have the old ones for a release: nodes write some."""
+"""(section, key) -> those that mean the same now. Files may have the old ones for a release."""
 
 
 def rename(tree: dict[str, Any]) -> list[str]:
