@@ -268,20 +268,22 @@ class Week:
         demo = str(self.code[code] / "configs" / "demo.toml")
         self.make(TRAINER, code, "train", "@", demo, *SETTINGS, *output).start()
 
-    def start_worker(self, name: str, code: str, ticket: Path | None = None) -> None:
-        """Start a worker, or start it again with other code."""
-        data = self.directory / name / "data"
+    def start_worker(
+        self, name: str, code: str, ticket: Path | None = None, data: str = "data"
+    ) -> None:
+        """Start a worker, or start it again with other code, in the folder `data` of its own."""
+        folder = self.directory / name / data
         ticket = ticket or self.directory / TRAINER / "demo" / "ticket.txt"
         if name == CHEAT:
             settings = {
-                "data_dir": str(data),
+                "data_dir": str(folder),
                 "engine": {"type": "hf", "device": "cpu"},
                 "fsync": False,
                 "wait": True,
             }
             arguments = ["--as", "cheat", "--settings", json.dumps(settings), "--group", "128"]
         else:
-            arguments = ["join", "--data-dir", str(data), "--wait"]
+            arguments = ["join", "--data-dir", str(folder), "--wait"]
         self.make(name, code, *arguments, "--ticket", str(ticket)).start()
 
     # what is known
@@ -462,13 +464,13 @@ class Week:
     def sunday(self) -> None:
         """A second machine runs with a copy of a worker's directory; then it goes."""
         self.nodes[COPY].stop()
-        copy = self.directory / COPY
-        shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(
-            self.directory / "amy", copy, ignore=shutil.ignore_patterns("*.sock", "lock", "chunks")
+            self.directory / "amy" / "data",
+            self.directory / COPY / "copied",
+            ignore=shutil.ignore_patterns("*.sock", "chunks"),
         )
         with self.event("a copy of a worker's directory runs elsewhere", "amy"):
-            self.start_worker(COPY, "now")
+            self.start_worker(COPY, "now", data="copied")
             self.wait(lambda: not self.nodes[COPY].runs, 30.0)
         shown = f"exit {self._last_exit(COPY)}" if not self.nodes[COPY].runs else "it runs, refused"
         self.refusals.append(f"copied key: {shown}")

@@ -57,6 +57,7 @@ class OnePeer:
 
     paths: PeerPaths
     name: str = "peer"
+    received: int = 0
 
     async def get(self, chunk: ChunkRef, *, deadline: float) -> bytes:
         """From the server."""
