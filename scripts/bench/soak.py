@@ -59,6 +59,8 @@ READY_S = 300.0
 SLEEP_S = 45.0
 PARTITION_S = 45.0
 TICKET_S = 30
+WARM_S = 120.0
+"""Age from which a node's memory is flat: before, it fills its caches."""
 QUEUED = 32
 """Submissions that may wait for their verdict when the trainer is stopped: the next start judges them."""
 UNJUDGED = (
@@ -186,6 +188,12 @@ class Node:
         with suppress(NodeError, OSError):
             return control.ask(self.directory, question)
         return None
+
+    @property
+    def started(self) -> float:
+        """Unix time at which its present process began."""
+        assert self.process is not None
+        return psutil.Process(self.process.pid).create_time()
 
     def size(self) -> tuple[int, float, int]:
         """Return (process id, memory in MB that no other process shares, open files) of its processes."""
@@ -511,10 +519,15 @@ class Week:
             if not quick:
                 end = began + minutes * 60.0 * (number + 1) / len(DAYS)
                 self.wait(lambda end=end: time.monotonic() > end, 3600.0)
-            alive = [
-                name for name in (TRAINER, *HONEST) if name in self.nodes and self.nodes[name].runs
+            now = time.time()
+            old = [
+                name
+                for name in (TRAINER, *HONEST)
+                if name in self.nodes
+                and self.nodes[name].runs
+                and now - self.nodes[name].started >= WARM_S
             ]
-            self.sizes.append({name: self.nodes[name].size() for name in alive})
+            self.sizes.append({name: self.nodes[name].size() for name in old})
 
     # the end
 
@@ -584,8 +597,13 @@ class Week:
             at_most("numbers of submissions that are missing", most - arrivals, 0),
             at_most("versions missing between the newest heads", _gaps(heads), 0),
             at_most("steps missing or double in metrics.jsonl", _gaps(trained), 0),
-            at_most("growth of memory", max(memory for memory, _ in grown.values()), 3.0, "%"),
-            at_most("more open files", max(files for _, files in grown.values()), 8),
+            at_most(
+                "growth of memory",
+                max((memory for memory, _ in grown.values()), default=0.0),
+                3.0,
+                "%",
+            ),
+            at_most("more open files", max((files for _, files in grown.values()), default=0), 8),
         ]
         return figures, goals
 
@@ -598,7 +616,7 @@ class Week:
 
     def growth(self) -> dict[str, tuple[float, int]]:
         """Return for each node that still runs (growth of its memory in %, more open files), since the end of
-        the first day on which its present process ran, if that was not the last."""
+        the first day on which its present process was WARM_S old, if that was not the last."""
         grown: dict[str, tuple[float, int]] = {}
         for name, (pid, memory, files) in self.sizes[-1].items():
             same = [day[name] for day in self.sizes[:-1] if name in day and day[name][0] == pid]

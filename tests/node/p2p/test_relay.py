@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+import pytest
 from support.iroh_relay import relaying
 
 from primerl.crypto.keys import SecretKey
@@ -25,6 +26,7 @@ async def connected_to(relay: str) -> AsyncGenerator[IrohTransport]:
         await end.close()
 
 
+@pytest.mark.slow
 async def test_a_node_is_reached_through_our_own_relay_without_any_address_of_it() -> None:
     async with (
         relaying() as relay,
