@@ -34,7 +34,14 @@ from ..inference.build import build_engine
 from ..inference.engine import Engine
 from ..models.model_files import position_count
 from ..storage.run_files import MARK, today
-from .eval import MAX_TOKENS, PolicyLoader, completed, make_text_environment, trained_on
+from .eval import (
+    MAX_TOKENS,
+    PolicyLoader,
+    StartedEnvironments,
+    completed,
+    make_text_environment,
+    trained_on,
+)
 from .factories import make_environment
 
 LONGEST = 4096
@@ -84,10 +91,9 @@ class Speaker:
     name: str
     policy: PolicyClient
     chat: Chat
-    environment: Callable[[EvaluatedEnvironment], Environment]
-    """Makes an environment for this model, not started."""
+    environments: StartedEnvironments
+    """Those made for this model."""
     messages: list[Message] = field(default_factory=list[Message])
-    started: dict[str, Environment] = field(default_factory=dict[str, Environment])
 
 
 class ModelComparison:
@@ -98,12 +104,10 @@ class ModelComparison:
         settings: ChatSettings,
         speakers: Sequence[Speaker],
         environments: Sequence[EvaluatedEnvironment],
-        open_things: AsyncExitStack,
     ) -> None:
         self._settings = settings
         self._speakers = speakers
         self._environments = environments
-        self._open_things = open_things
 
     @property
     def names(self) -> list[str]:
@@ -130,7 +134,7 @@ class ModelComparison:
         index, which = divmod(number, len(self._environments))
 
         async def one(speaker: Speaker) -> ComparedReply:
-            environment = await self._started(speaker, self._environments[which])
+            environment = await speaker.environments.get(self._environments[which])
             task = await environment.task(index, "eval")
             prompts.append(speaker.chat.text(await environment.prompt(task)))
             (rollout,) = await run_rollouts(
@@ -173,14 +177,6 @@ class ModelComparison:
         speaker.messages = [*messages, {"role": "assistant", "content": text}]
         return ComparedReply(speaker.name, text, cut=turn.completion.finish == "length")
 
-    async def _started(self, speaker: Speaker, config: EvaluatedEnvironment) -> Environment:
-        if config.title not in speaker.started:
-            environment = speaker.environment(config)
-            self._open_things.push_async_callback(environment.close)
-            await environment.start()
-            speaker.started[config.title] = environment
-        return speaker.started[config.title]
-
 
 @asynccontextmanager
 async def open_comparison(
@@ -203,7 +199,7 @@ async def open_comparison(
         ]
         if settings.url:
             speakers.append(await _remote(settings, sampling, environ, open_things))
-        yield ModelComparison(settings, speakers, environments, open_things)
+        yield ModelComparison(settings, speakers, environments)
 
 
 def find_models(settings: ChatSettings) -> tuple[EvalConfig | None, list[Candidate]]:
@@ -282,8 +278,9 @@ async def _local(
     loader = PolicyLoader(engine, sampling, model.model_dir, open_things, make_engine)
     variables = dated(options, model.model_dir, today())
     chat = await asyncio.to_thread(ChatFormat.load, model.model_dir, defaults=variables)
-    environment = partial(_environment, settings, sampling, model.model_dir)
-    return Speaker(model.name, await loader.policy(model), chat, environment)
+    make = partial(_environment, settings, sampling, model.model_dir)
+    environments = StartedEnvironments(make, open_things)
+    return Speaker(model.name, await loader.policy(model), chat, environments)
 
 
 def _environment(
@@ -333,4 +330,5 @@ async def _remote(
             played, settings.seed, sampling.temperature, sandbox=choose(SandboxConfig())
         )
 
-    return Speaker(names[0], policy, Transcript(), environment)
+    environments = StartedEnvironments(environment, open_things)
+    return Speaker(names[0], policy, Transcript(), environments)

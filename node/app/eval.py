@@ -178,12 +178,14 @@ class _Evaluation:
                     open_things,
                     self._factories.engine,
                 )
-                environments = _Started(self._environment(group[0].model_dir), open_things)
+                environments = StartedEnvironments(
+                    self._environment(group[0].model_dir), open_things
+                )
                 for candidate in group:
                     await self._suite.measure(await self._model(candidate, loader, environments))
 
     async def _model(
-        self, candidate: Candidate, loader: "PolicyLoader", environments: "_Started"
+        self, candidate: Candidate, loader: "PolicyLoader", environments: "StartedEnvironments"
     ) -> EvalModel:
         engine = self._config.engine
         date = await asyncio.to_thread(
@@ -231,7 +233,7 @@ class _Evaluation:
             async def policy() -> PolicyClient:
                 return opened
 
-            environments = _Started(
+            environments = StartedEnvironments(
                 lambda evaluated: make(evaluated, config.seed, sampling.temperature), open_things
             )
             model = EvalModel(
@@ -246,7 +248,7 @@ class _Evaluation:
             await self._suite.measure(model)
 
 
-class _Started:
+class StartedEnvironments:
     """Environments, started when first needed, open until the block ends."""
 
     def __init__(

@@ -35,7 +35,7 @@ from typing import Any
 import msgspec
 import psutil  # pyright: ignore[reportMissingModuleSource]
 
-from primerl.cli.service import IN_ORDER, NOT_AGAIN
+from primerl.cli.service import IN_ORDER, NOT_AGAIN, RESUME
 from primerl.node.errors import NodeError
 from primerl.node.ops import control
 from primerl.protocol.version import CLOCK_SKEW_S
@@ -259,8 +259,7 @@ class Week:
         if name == CHEAT:
             program = (sys.executable, str(HERE / "gpu_strangers_run.py"))
         elif name == TRAINER:
-            resume = 'if [ -e "$0"/trainer/ledger.db ]; then exec "$@" --resume; fi; exec "$@"'
-            program = ("sh", "-c", resume, str(home / "demo"), *program)
+            program = ("sh", "-c", RESUME, str(home / "demo"), *program)
         inside = self.network.inside(NAMES.index(name))
         directory = home / "demo" / "trainer" if name == TRAINER else home / "data"
         log = self.directory / f"{name}.log"
