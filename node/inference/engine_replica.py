@@ -32,11 +32,14 @@ from .host_messages import (
     EngineDrop,
     EngineFailed,
     EngineImport,
+    EngineKeep,
+    EngineKept,
     EngineLoad,
     EnginePing,
     EnginePong,
     EnginePrefill,
     EnginePrefilled,
+    EngineRecall,
     EngineRejoin,
     EngineRequest,
     EngineSetUp,
@@ -205,6 +208,14 @@ class EngineChild(ChildProcess):
     async def write(self, version: int) -> Written:
         """See Replica."""
         return await self._ask(EngineWrite(version), Written, self._timeouts.load_s)
+
+    async def keep(self, key: int) -> list[int]:
+        """Copy the weights; return the keys of all copies. Raises EngineError, EngineLost."""
+        return (await self._ask(EngineKeep(key), EngineKept, self._timeouts.load_s)).keys
+
+    async def recall(self, version: int, key: int) -> Written:
+        """Write a copy again. Raises EngineError, and changes nothing, if there is none; EngineLost."""
+        return await self._ask(EngineRecall(version, key), Written, self._timeouts.load_s)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See Replica. There is no deadline, but a child that draws no token for long is lost."""

@@ -21,7 +21,7 @@ from ..process.frames import ProcessMessage
 from ..process.serve import Outbox, serve_parent
 from ..process.spawn import kill_group
 from ..tasks import end_tasks
-from .engine import EngineStats, Replica
+from .engine import EngineStats, Replica, Written
 from .host_messages import (
     FAULT,
     LOST,
@@ -37,11 +37,14 @@ from .host_messages import (
     EngineDrop,
     EngineFailed,
     EngineImport,
+    EngineKeep,
+    EngineKept,
     EngineLoad,
     EnginePing,
     EnginePong,
     EnginePrefill,
     EnginePrefilled,
+    EngineRecall,
     EngineRejoin,
     EngineRequest,
     EngineSetUp,
@@ -100,6 +103,19 @@ class PrefillingCore(Protocol):
 
     async def prefill(self, requests: Sequence[PrefillRequest]) -> list[bytes]:
         """Measure each text under the loaded policy. Raises EngineError, EngineLost."""
+        ...
+
+
+@runtime_checkable
+class CopyingCore(Protocol):
+    """EngineCore that copies its weights, to switch between a few versions."""
+
+    async def keep(self, key: int) -> list[int]:
+        """Copy the weights; return the keys of all copies. Raises EngineLost."""
+        ...
+
+    async def recall(self, version: int, key: int) -> Written:
+        """Write a copy again. Raises EngineError, and changes nothing, if there is none; EngineLost."""
         ...
 
 
@@ -250,6 +266,10 @@ class EngineHost:
                     return await core.load(request.version, request.path)
                 case EngineWrite():
                     return await core.write(request.version)
+                case EngineKeep() if isinstance(core, CopyingCore):
+                    return EngineKept(await core.keep(request.key))
+                case EngineRecall() if isinstance(core, CopyingCore):
+                    return await core.recall(request.version, request.key)
                 case EngineRejoin() if isinstance(core, RejoiningCore):
                     await core.rejoin(request.epoch)
                     return EngineDone()

@@ -71,6 +71,19 @@ class EngineWrite(msgspec.Struct, frozen=True, array_like=True, tag="write"):
     version: int
 
 
+class EngineKeep(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
+    """Request to copy the weights as they are; answered by EngineKept."""
+
+    key: int
+
+
+class EngineRecall(msgspec.Struct, frozen=True, array_like=True, tag="recall"):
+    """Request to write a copy of weights again; answered by Written."""
+
+    version: int
+    key: int
+
+
 class EngineDraw(msgspec.Struct, frozen=True, array_like=True, tag="draw"):
     """Request to sample a completion; answered by EngineDrawn."""
 
@@ -99,6 +112,12 @@ class EnginePing(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
 
 class EngineDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Success of a request that has no other answer."""
+
+
+class EngineKept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
+    """Keys of all copies of weights that the engine has."""
+
+    keys: list[int]
 
 
 class EngineDrawn(msgspec.Struct, frozen=True, array_like=True, tag="drawn"):
@@ -133,6 +152,8 @@ EngineRequest = (
     | EngineLoad
     | EngineStage
     | EngineWrite
+    | EngineKeep
+    | EngineRecall
     | EngineDraw
     | EngineDrop
     | EnginePing
@@ -143,6 +164,7 @@ EngineAnswer = (
     EngineDone
     | WeightsFault
     | Written
+    | EngineKept
     | EngineDrawn
     | EnginePrefilled
     | EnginePong

@@ -374,6 +374,8 @@ class VllmCore:
         self._api: ApiOptions | None = None
         self._server: ApiServer | None = None
         self._reads = False
+        self._copies: set[int] = set()
+        """Keys of the copies of weights that every worker has."""
         self._installing = asyncio.Lock()
         self._reading = 0
         """prefill() calls under way."""
@@ -473,6 +475,19 @@ class VllmCore:
     async def write(self, version: int) -> Written:
         """See Replica; generation pauses only for the write."""
         return await self._replace("primerl_write", version)
+
+    async def keep(self, key: int) -> list[int]:
+        """See CopyingCore."""
+        self._require_alive()
+        answers = await self._rpc("primerl_keep", key)
+        self._copies = set(answers[0]).intersection(*answers[1:])
+        return sorted(self._copies)
+
+    async def recall(self, version: int, key: int) -> Written:
+        """See CopyingCore."""
+        if key not in self._copies:
+            raise EngineError(f"copy {key} of the weights is not kept")
+        return await self._replace("primerl_recall", version, key)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion; the request must have been checked."""
@@ -585,6 +600,8 @@ class VllmCore:
 
     async def sleep(self) -> None:
         """Release the GPU memory, moving the weights to the host; no request may be under way."""
+        self._copies.clear()
+        await self._rpc("primerl_forget")
         await self._call(self._llm.sleep(level=1))
 
     async def wake(self) -> None:

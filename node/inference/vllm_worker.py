@@ -39,11 +39,9 @@ from .vllm_sampling import (
     drafts_by_model,
     drafts_of,
 )
+from .weight_copies import ROOM, WeightCopies
 
 logger = logging.getLogger(__name__)
-
-ROOM = 2**30
-"""Device memory that an update leaves free, bytes."""
 
 
 def _keep_plain_weights() -> None:
@@ -219,6 +217,7 @@ class WorkerExtension:
     _primerl_base: KeptBase | None = None
     _primerl_stream: torch.cuda.Stream | None = None
     _primerl_routes: tuple[RouteBuffer, RouteShape] | None = None
+    _primerl_copies: WeightCopies | None = None
     primerl_recorder_type: type[Recorder] = Recorder
 
     def primerl_attach(self, node_pid: int) -> int:
@@ -387,6 +386,25 @@ class WorkerExtension:
         self._primerl_put(staged)
         self._primerl_written(version)
         return sum(len(write.offsets) for write in staged.writes)
+
+    def primerl_keep(self, key: int) -> list[int]:
+        """Copy the weights, which primerl_recall() writes again; see WeightCopies.keep()."""
+        if self._primerl_copies is None:
+            self._primerl_copies = WeightCopies(self.model_runner.device)
+        return self._primerl_copies.keep(key, self.model_runner.get_model().parameters())
+
+    def primerl_recall(self, version: int, key: int) -> None:
+        """Write a copy that primerl_keep() has made, while no step runs."""
+        if self._primerl_copies is None:
+            raise LookupError("no weights were copied")
+        with torch.no_grad():
+            self._primerl_copies.recall(key, self.model_runner.get_model().parameters())
+        self._primerl_written(version)
+
+    def primerl_forget(self) -> None:
+        """Drop all copies of weights."""
+        if self._primerl_copies is not None:
+            self._primerl_copies.clear()
 
     def _primerl_put(self, staged: "Staged") -> None:
         with torch.no_grad():

@@ -75,6 +75,8 @@ PADDING = 2
 """Most tokens per token of a row after padding to its longest sequence (LOOSE in training/attention.py)."""
 AUDIT_TOKENS = {"hf": 1 << 14, "vllm": 1 << 15}  # of an auditor's forward pass (verification/)
 AUDIT_KEEPS = 1 << 30  # bytes of small networks that the auditor keeps
+AUDIT_COPIES = 2 << 30  # bytes of the copies of weights that an auditing vLLM keeps
+LEAST_COPIES = 2  # fewer are not worth their memory
 AUDIT_LOGITS = 256 * MIB
 
 STARVED = 0.2  # share of a GPU below which a worker's vLLM generates much more slowly
@@ -792,7 +794,7 @@ def plan_trainer(
 def plan_auditor(config: RunConfig, shape: ModelShape, versions: int) -> list[MemoryItem]:
     """List the memory items of an auditor that holds this many `versions`.
 
-    hf keeps small models, vLLM one set of weights and a short cache.
+    hf keeps small models, vLLM one set of weights, copies of small ones, and a short cache.
     """
     element = ELEMENT[config.engine.dtype]
     network = shape.parameters * element
@@ -801,12 +803,14 @@ def plan_auditor(config: RunConfig, shape: ModelShape, versions: int) -> list[Me
     step = at_once * width * element + 3 * AUDIT_LOGITS
     computing = MemoryItem("an audit's forward pass", step, estimate=True)
     if config.auditor == "vllm":
+        copies = min(versions, auditor_copies(network))
         tokens = 2 * at_once + config.training.seq_len
         cache = tokens * 2 * shape.layers * shape.kv_width * element
         scored = shape.sparse_layers * shape.experts * config.training.enable_router_replay
         scores = MemoryItem("the routers' logits", at_once * scored * 4, estimate=True)
         return [
             MemoryItem("the auditor's weights", network),
+            *([MemoryItem("the auditor's copies of weights", copies * network)] if copies else []),
             MemoryItem("the auditor's keys and values", cache),
             computing,
             *([scores] if scored else []),
@@ -817,6 +821,12 @@ def plan_auditor(config: RunConfig, shape: ModelShape, versions: int) -> list[Me
     layer = at_once * shape.linear.kept_bytes(2, kernels=False)
     mixing = MemoryItem("of linear attention, at most", layer, estimate=True)
     return [networks, computing, *([mixing] if layer else [])]
+
+
+def auditor_copies(network: int) -> int:
+    """Return the most copies that an auditing vLLM keeps of the weights of a network of `network` bytes."""
+    count = AUDIT_COPIES // max(1, network)
+    return count if count >= LEAST_COPIES else 0
 
 
 def fsdp_ranks(training: TrainingConfig) -> int:

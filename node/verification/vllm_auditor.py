@@ -2,7 +2,8 @@
 
 vLLM holds one set of weights at a time. An audit visits each version that its items need once, in order, from
 the end nearer to the held one; between two versions it hands over the differences (inference/handover.py), and
-under each it reads the items that need it, portion by portion.
+under each it reads the items that need it, portion by portion. Of a small model vLLM keeps copies of the last
+versions on its device.
 Claimed text is read as a prompt without its last token, whose successor is not needed; rollouts of a group
 share their prompt in vLLM's prefix cache. The process with vLLM is replaced if it hangs or dies.
 
@@ -179,6 +180,15 @@ class _Held:
     state: Callable[[], State | None]
     """Getter of the policy's state; returns None once the history has dropped it."""
 
+    def is_of(self, version: int, state: State) -> bool:
+        """Return whether it is this policy."""
+        return self.version == version and self.same.matches(state)
+
+    def is_near(self, state: State) -> bool:
+        """Return whether `state` is the same or a neighbour of it in one history."""
+        own = self.state()
+        return own is not None and known_changes(own, state) is not None
+
     @classmethod
     def of(cls, version: int, state: State) -> "_Held":
         """Describe an engine that was given this state."""
@@ -207,6 +217,11 @@ class AuditingEngine:
         )  # a lost engine is replaced, and given the next state
         self._policy.base = base
         self._held: _Held | None = None
+        self._copies: dict[int, _Held] = {}
+        """Copies of weights that the engine keeps, by key."""
+        self._keys = itertools.count()
+        self._copying = True
+        """Whether it may have room for a copy."""
         self.is_unsure = False
         """Whether the weights are unknown: during an update, and after one was interrupted."""
 
@@ -217,8 +232,7 @@ class AuditingEngine:
 
     def holds(self, version: int, state: State) -> bool:
         """Return whether the engine computes with this policy now."""
-        current = self._held
-        return current is not None and current.version == version and current.same.matches(state)
+        return self._held is not None and self._held.is_of(version, state)
 
     def order_of(self, versions: Collection[int]) -> list[int]:
         """Sort `versions`, beginning at the end that is nearer to the held one."""
@@ -232,13 +246,51 @@ class AuditingEngine:
         await self.child.start(EngineSetUp(config, str(model_dir), fingerprint=""))
 
     async def hold(self, version: int, state: State) -> None:
-        """Switch to this policy: positions that differ from the held one are written in place.
+        """Switch to this policy, by a copy of it or of its neighbour if the engine keeps one.
 
-        Raises EngineError for a state that does not fit, EngineLost.
+        Else positions that differ from the held one are written in place. Raises EngineError for a state that
+        does not fit, EngineLost.
         """
+        if self.holds(version, state):
+            return
+        if (key := self._useful_copy(version, state)) is not None:
+            await self._recall(key)
         if not self.holds(version, state):
             for number, step in self._steps(version, state):
                 await self._switch(number, step)
+                await self._keep_copy()
+
+    def _useful_copy(self, version: int, state: State) -> int | None:
+        """Return the key of a copy of this policy; of a neighbour, if the held one is none."""
+        copies = self._copies.items()
+        exact = (key for key, copy in copies if copy.is_of(version, state))
+        near = (key for key, copy in copies if copy.is_near(state))
+        if self._held is not None and self._held.is_near(state):
+            return next(exact, None)
+        return next(itertools.chain(exact, near), None)
+
+    async def _recall(self, key: int) -> None:
+        """Write a copy again; without effect if the engine has it no longer. Raises EngineLost."""
+        before, self._held, self.is_unsure = self._held, None, True
+        copy = self._copies[key]
+        try:
+            await self.child.recall(copy.version, key)
+        except EngineLost:
+            raise
+        except EngineError:  # it has slept
+            del self._copies[key]
+            copy = before
+        self._held, self.is_unsure = copy, False
+
+    async def _keep_copy(self) -> None:
+        """Have the engine copy the weights that it holds now, if it has room. Raises EngineLost."""
+        if not self._copying or self._held is None:
+            return
+        key = next(self._keys)
+        copies = {**self._copies, key: self._held}
+        keys = await self.child.keep(key)
+        self._copies = {key: copies[key] for key in keys if key in copies}
+        self._copying = bool(keys)
 
     def _steps(self, version: int, state: State) -> list[tuple[int, State]]:
         """Return the versions to switch to in turn: the differences of neighbours in a history are known."""

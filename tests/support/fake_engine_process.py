@@ -38,10 +38,10 @@ WEIGHTS, PID, DIES, OOM, LOST, BLOCKS, STUCK, WAITS, FAULTY, LOOKS, ERRS = range
 """Tokens. WEIGHTS: the answer is what was loaded; PID: which process answers; LOST: vLLM itself died below
 it; BLOCKS: the whole process hangs; STUCK: vLLM does; WAITS: until given up; FAULTY: only this request
 fails; LOOKS: how many requests wait, and how often it slept; ERRS: the program has an error."""
-CACHED, LOADED, COUNTS = 11, 12, 13
+CACHED, LOADED, COUNTS, RECALLED = 11, 12, 13, 14
 """First tokens of a text to measure. CACHED: place FIRST is not computed, until it is asked for with a salt;
 then its logprobs say how often that was so. LOADED: they say how often a whole state was loaded. COUNTS: they
-say how many places were asked for with it."""
+say how many places were asked for with it. RECALLED: how often a copy of weights was written."""
 FIRST = 2
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 BAD = 99
@@ -67,6 +67,8 @@ class Fake:
         self._stuck_s = 0.0
         self._loads = 0
         self._salted = 0
+        self._recalls = 0
+        self._copies: dict[int, State] = {}
         self._cached: dict[str, int] = {}
         """salt -> tokens that are in the cache; `room` is how many fit."""
 
@@ -125,6 +127,21 @@ class Fake:
         """What was staged."""
         self._state, self._version = self._staged, version
         return engine.Written(0.002, 0.001)
+
+    async def keep(self, key: int) -> list[int]:
+        """See CopyingCore; keeps as many as `copies` says."""
+        self._copies = {**self._copies, key: self._state}
+        for old in list(self._copies)[: -self._says.get("copies", 0) or None]:
+            del self._copies[old]
+        return list(self._copies)
+
+    async def recall(self, version: int, key: int) -> engine.Written:
+        """See CopyingCore."""
+        if key not in self._copies:
+            raise EngineError("it is not kept")
+        self._state, self._version = self._copies[key], version
+        self._recalls += 1
+        return engine.Written(0.0, 0.0)
 
     async def generate(self, request: engine.GenerateRequest) -> engine.Completion:
         """By the first token."""
@@ -186,6 +203,8 @@ class Fake:
             rows[(places == FIRST) & (not request.salt)] = np.nan
         elif kind == LOADED:
             rows[:, LOGPROB] = -self._loads
+        elif kind == RECALLED:
+            rows[:, LOGPROB] = -self._recalls
         elif kind == COUNTS:
             rows[:, LOGPROB] = -len(places)
         return rows.tobytes()

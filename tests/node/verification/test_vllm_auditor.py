@@ -330,6 +330,37 @@ async def test_versions_of_a_history_are_reached_step_by_step(
         assert steps == expected
 
 
+async def audit_in_turn(
+    auditor: VllmAuditor, history: Mapping[int, State], versions: Sequence[int]
+) -> list[float]:
+    """Audit an honest item of each version, one after the other; return the recalls until each."""
+    recalls: list[float] = []
+    for version in versions:
+        number = int(history[version]["w"].data[0])
+        [answer] = await auditor.audit([item(fake.RECALLED, version, shown=number)], history)
+        assert well([answer]) == [True]
+        assert isinstance(answer, Measured)
+        recalls.append(answer.logprob_max)
+    return recalls
+
+
+async def test_versions_are_switched_by_copies_that_the_engine_keeps(model_dir: Path) -> None:
+    config = FP32.model_copy(update={"vllm": {"copies": 3}})
+    auditor = VllmAuditor(config, timeout_s=DEADLINE_S, program=PROGRAM)
+    await auditor.start(model_dir, make_run("float32"))
+    history = StateHistory(8, whole=1)
+    for version in range(1, 6):
+        history.add(version, make_state(version))
+    turns = [5, 4, 3, 5, 3, 4, 2, 5, 1]
+    # 2 is written after its neighbour 3, whose copy is used; 5 has made room for 2
+    assert await audit_in_turn(auditor, history, turns) == [0, 0, 0, 1, 2, 3, 4, 5, 6]
+    other = dict(STATES) | {
+        4: make_state(25)
+    }  # the trainer went back: the number has another meaning
+    assert await audit_in_turn(auditor, other, [4, 3, 4]) == [6, 6, 7]
+    await auditor.close()
+
+
 @pytest.fixture
 def swapped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The versions that engines were given, in order."""
