@@ -39,6 +39,7 @@ from ..node.config.paths import expand_home, home_directory
 from ..node.errors import UsageError
 from ..node.ops.service_manager import service_manager
 from ..node.ops.strict_json import to_json
+from ..node.process.heap import freeze_after_start
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -404,7 +405,10 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
 
     async def supervised() -> T:
         loop = asyncio.get_running_loop()
-        alive = loop.create_task(manager.keep_alive(), name="watchdog")
+        beside = [
+            loop.create_task(manager.keep_alive(), name="watchdog"),
+            loop.create_task(freeze_after_start(), name="freeze"),
+        ]
         task = asyncio.current_task()
         assert task is not None
 
@@ -426,7 +430,8 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
         try:
             return await main
         finally:
-            alive.cancel()
+            for background in beside:
+                background.cancel()
 
     try:
         home_directory()  # environments are kept from it, and a node is entered there

@@ -234,7 +234,16 @@ class Verification:
         readings = None
         if self._reader is not None and self._calibration is not None:
             readings = Readings(NoiseEnvelope(own, self._reader), self._calibration)
-        return Verifier(run_id, run, environments, audits, states, CopyDetector(), readings)
+        return Verifier(
+            run_id,
+            run,
+            environments,
+            audits,
+            states,
+            CopyDetector(),
+            readings,
+            clock=progress.clock,
+        )
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -5,7 +5,6 @@ It ends when its input or its parent ends (node/process/serve.py).
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import Protocol, runtime_checkable
 from ..config.engine import EngineConfig
 from ..errors import EngineError, EngineLost, NodeError, named_line
 from ..process.frames import ProcessMessage
+from ..process.heap import freeze_libraries
 from ..process.serve import Outbox, serve_parent
 from ..process.spawn import kill_group
 from ..tasks import end_tasks
@@ -286,8 +286,7 @@ class EngineHost:
         if api is not None and isinstance(core, ServingCore):
             core.prepare_api(api)
         await core.start(Path(request.model_dir), fingerprint=request.fingerprint)
-        gc.collect()
-        gc.freeze()  # a million objects of libraries stay: no collection walks them while requests wait
+        freeze_libraries()
         self._sleeper = Sleeper(core, config.sleep_after_s)
         if api is not None and isinstance(core, ServingCore):
             await core.serve_api(self._sleeper)

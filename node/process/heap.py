@@ -1,7 +1,17 @@
-"""Return freed memory to the system."""
+"""Return freed memory to the system, and keep collections of garbage short.
 
+A full collection walks all objects that can hold others. Nearly all of a node's are those of its libraries,
+600,000: it stops the event loop for 0.3 to 0.9 s, every few seconds at 500 rollouts/s. Once frozen, no collection
+looks at them again.
+"""
+
+import asyncio
 import ctypes
+import gc
 from contextlib import suppress
+
+FREEZE_AFTER_S = (20.0, 60.0, 240.0)
+"""Seconds from the start: a node imports modules until its first work, and for new kinds of work."""
 
 
 def trim_heap() -> None:
@@ -11,3 +21,18 @@ def trim_heap() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def freeze_libraries() -> None:
+    """Collect garbage, and keep what is left out of later collections."""
+    gc.collect()
+    gc.freeze()
+
+
+async def freeze_after_start() -> None:
+    """Call freeze_libraries() some times after the start of a program."""
+    waited_s = 0.0
+    for after_s in FREEZE_AFTER_S:
+        await asyncio.sleep(after_s - waited_s)
+        waited_s = after_s
+        freeze_libraries()

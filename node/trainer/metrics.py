@@ -50,8 +50,8 @@ class RunMetrics:
         self.log = log
         self.saving_s = 0.0
         """Seconds that checkpoints delayed the current step."""
-        self._audited_s = 0.0
-        """Seconds of audits, up to the newest step."""
+        self._phases: dict[str, float] = {}
+        """Seconds by phase, up to the newest step."""
         self._is_first = False
         """Whether the newest step is the first since this program started."""
 
@@ -88,10 +88,7 @@ class RunMetrics:
     ) -> Line:
         """Return the metrics of the step that was noted last, before it is saved and published."""
         progress, rewards = self._progress, mean_rewards(groups)
-        audited_s = progress.clock.seconds.get("audit", 0.0)
-        auditing_s, self._audited_s = audited_s - self._audited_s, audited_s
-        names, verdict_s = self._environments, median(progress.verdict_s or [0.0])
-        progress.verdict_s.clear()
+        names, times = self._environments, self._verdict_times()
         return {
             "time": round(time.time(), 3),
             "reward/mean": progress.reward,
@@ -103,8 +100,7 @@ class RunMetrics:
             "batch/filtered": batch.filtered,
             "batch/zero_advantage": batch.zero_advantage,
             "time/wait_for_batch": round(waited, 4),
-            "time/audit": round(auditing_s, 4),
-            "time/verdict": round(verdict_s, 4),
+            **times,
             "rollouts/accepted": progress.accepted,
             "rollouts/rejected": sum(progress.rejected.values()),
             **{f"reward/{name}": rewards.get(name) for name in names},
@@ -120,6 +116,25 @@ class RunMetrics:
             **self._demonstrations.figures(),
             **(self._start() if self._is_first else {}),
         }
+
+    def _verdict_times(self) -> Line:
+        """Return where the time of audits and verdicts went since the step before, seconds."""
+        progress, before = self._progress, self._phases
+        self._phases = dict(progress.clock.seconds)
+        spent = {name: s - before.get(name, 0.0) for name, s in self._phases.items()}
+        verdicts = len(progress.verdict_s)
+        times = {
+            "time/audit": spent.get("audit", 0.0),
+            "time/audit_loading": spent.get("audit loading", 0.0),
+            "time/verdict": median(progress.verdict_s or [0.0]),
+            **{
+                f"time/{name}": seconds / max(1, verdicts)
+                for name, seconds in spent.items()
+                if name.startswith("verdict/")
+            },
+        }
+        progress.verdict_s.clear()
+        return {name: round(seconds, 4) for name, seconds in times.items()}
 
     def write(self, step: int, line: Line, broadcasting_s: float) -> None:
         """Write the metrics of a step that took `broadcasting_s` to publish."""

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from ..config.training import TrainingConfig
 from ..errors import EngineError, StorageError
 from ..process.frames import ProcessMessage
+from ..process.heap import freeze_libraries
 from ..process.serve import ParentGone, ParentSocket
 from ..process.spawn import die_with_parent
 from .operations import LearnerCall, MethodCall, changes_nothing
@@ -313,7 +314,7 @@ def _share_config(config: str | None, size: int) -> str:
 def _build(start: RankStart, config: TrainingConfig, world: World) -> "Learner":
     from .learner import Learner
 
-    return Learner.build(
+    learner = Learner.build(
         Path(start.model_dir),
         config,
         max_steps=start.max_steps,
@@ -322,6 +323,8 @@ def _build(start: RankStart, config: TrainingConfig, world: World) -> "Learner":
         own=start.own,
         world=world,
     )
+    freeze_libraries()
+    return learner
 
 
 if __name__ == "__main__":

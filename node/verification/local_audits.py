@@ -67,7 +67,8 @@ class LocalAudits:
         patience_s: Callable[[], float] = lambda: 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the auditor; `clock` counts the seconds of audits as phase "audit".
+        """Take the auditor; `clock` counts the seconds of audits as phase "audit", and those in which it
+        loaded versions as "audit loading".
 
         An audit waits for others as long as `patience_s` says at most, which may change meanwhile: by default
         not at all.
@@ -148,7 +149,9 @@ class LocalAudits:
                     call.is_alone = True
                 await self._answer([first])
         finally:
-            pause = min(PAUSE_PER_LOAD * (self._auditor.loading_s - loaded), MAX_PAUSE_S)
+            loading_s = self._auditor.loading_s - loaded
+            self._clock.add("audit loading", loading_s)
+            pause = min(PAUSE_PER_LOAD * loading_s, MAX_PAUSE_S)
             self._pause_until = self._now() + pause
 
     def _batch(self, first: "_Call") -> list["_Call"]:

@@ -30,6 +30,7 @@ from ..environments.environment import (
 )
 from ..environments.leased_prompts import of_lease
 from ..errors import EngineError
+from ..ops.metrics import PhaseClock
 from ..ops.tracing import part
 from ..tasks import end_tasks
 from ..training.buffer import AgentShare, BranchTokens, RolloutGroup, ScoredRollout
@@ -99,6 +100,7 @@ AUDIT = (*_reasons("audit_failed bad_proof"), *dict.fromkeys(REASONS.values()))
 class SubmissionCheck:
     """One check of a submission."""
 
+    name: str
     run: Callable[[PendingVerdict], Awaitable[None]]
     """Rejects rollouts, or raises RemoteProtocolError: then the bundle as a whole is refused."""
     reasons: tuple[Reason, ...]
@@ -137,37 +139,49 @@ class Verifier:
         return (
             # of the whole bundle: they raise
             SubmissionCheck(
-                self._check_tasks, (Reason.ENVIRONMENT_ERROR,), "the lease's tasks, made again"
+                "tasks",
+                self._check_tasks,
+                (Reason.ENVIRONMENT_ERROR,),
+                "the lease's tasks, made again",
             ),
-            SubmissionCheck(self._open_plan, PLAN, "a signature, if it is a pipeline's"),
+            SubmissionCheck("plan", self._open_plan, PLAN, "a signature, if it is a pipeline's"),
             # of each rollout: they reject it
             SubmissionCheck(
+                "form",
                 self._check_form,
                 FORM_OF_BUNDLE + FORM_OF_ROLLOUT,
                 "arithmetic over all tokens, in a thread",
             ),
-            SubmissionCheck(self._check_held, (Reason.STALE,), "none", again=False),
+            SubmissionCheck("held", self._check_held, (Reason.STALE,), "none", again=False),
             SubmissionCheck(
+                "score",
                 self._score_all,
                 (Reason.BAD_PROMPT, Reason.BAD_REWARD, Reason.ENVIRONMENT_ERROR),
                 "the environment plays each again, and may ask a judge model: up to minutes",
             ),
             SubmissionCheck(
+                "order",
                 self._check_still_held,
                 (Reason.STALE,),
                 "waits for submissions before it",
                 again=False,
             ),
             SubmissionCheck(
-                self._check_copies, (Reason.DUPLICATE,), "20 ms of a thread for 131,072 tokens"
+                "copies",
+                self._check_copies,
+                (Reason.DUPLICATE,),
+                "20 ms of a thread for 131,072 tokens",
             ),
             SubmissionCheck(
+                "audit",
                 self._audit,
                 AUDIT,
                 "a prefill of the share `rate`; of all if one is guilty",
                 again=False,
             ),
-            SubmissionCheck(self._check_calibrated, (Reason.UNCALIBRATED,), "none", again=False),
+            SubmissionCheck(
+                "calibrated", self._check_calibrated, (Reason.UNCALIBRATED,), "none", again=False
+            ),
         )
 
     def __init__(
@@ -179,12 +193,15 @@ class Verifier:
         states: Mapping[int, State],
         copies: CopyDetector,
         readings: Readings | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         """Take the parts; `environments` are those of the run, in its order.
 
         `states` holds the policies that may still be claimed, by version; it is read, not copied. `readings`
-        measure the envelope, in a run that has one.
+        measure the envelope, in a run that has one. `clock` counts the seconds of each check, as phase
+        "verdict/NAME": those of submissions verified at a time add up.
         """
+        self._clock = clock or PhaseClock()
         self._readings = readings
         self._reading: asyncio.Task[_ReadingAnswer] | None = None
         """The reading that renews the envelope; no verdict waits for it."""
@@ -255,7 +272,8 @@ class Verifier:
         try:
             for check in self.checks():
                 if before is None or check.again:
-                    await check.run(work)
+                    with self._clock.phase(f"verdict/{check.name}"):
+                        await check.run(work)
         finally:
             turn.pass_on()
         if before is not None:
