@@ -1,8 +1,7 @@
 """Return freed memory to the system, and keep collections of garbage short.
 
-A full collection walks all objects that can hold others. Nearly all of a node's are those of its libraries,
-600,000: it stops the event loop for 0.3 to 0.9 s, every few seconds at 500 rollouts/s. Once frozen, no collection
-looks at them again.
+A full collection walks all objects that can hold others, nearly all of them a node's libraries' (600,000). It
+stops the event loop for 0.3 to 0.9 s, every few seconds at 500 rollouts/s. It does not look at frozen ones.
 """
 
 import asyncio
