@@ -128,7 +128,7 @@ def run(options: argparse.Namespace, flags: list[str], directory: Path) -> dict[
         finally:
             rl.send_signal(signal.SIGTERM)
             rl.wait()
-    if len(lines_of(directory / "run/metrics.jsonl")) <= WARM:
+    if len(steps_of(directory / "run/metrics.jsonl")) <= WARM:
         raise SystemExit(f"the run failed with {rl.returncode}\n{tail(directory)}")
     return measure(directory, began, cpu)
 
@@ -139,11 +139,16 @@ def as_flags(settings: Mapping[str, str]) -> list[str]:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl."""
+    """Return the complete lines of a file of JSON lines."""
     if not path.exists():
         return []
     text = path.read_text()
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def steps_of(metrics: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that are of a step, without those of evaluations."""
+    return [line for line in lines_of(metrics) if "rollouts/accepted" in line]
 
 
 def watch(
@@ -159,7 +164,7 @@ def watch(
             rl.send_signal(signal.SIGTERM)
             rl.wait(60)
             break
-        steps = len(lines_of(metrics))
+        steps = len(steps_of(metrics))
         if WARM <= steps < options.steps:
             newest = time.time(), cpu_by_role(rl.pid)
             first = first or newest
@@ -200,7 +205,7 @@ def role_of(command: str) -> str:
 
 def measure(directory: Path, began: float, cpu: dict[str, float]) -> dict[str, float]:
     """Return the figures of a run that has ended."""
-    lines = lines_of(directory / "run/metrics.jsonl")
+    lines = steps_of(directory / "run/metrics.jsonl")
     counted = lines[WARM:]
     intervals = [later["time"] - sooner["time"] for sooner, later in pairwise(lines[WARM - 1 :])]
 
