@@ -333,7 +333,8 @@ class PrefillAudit:
     def _build(self, state: State) -> Kept:
         whole = self._merged(state)
         size = state_bytes(whole)
-        if (spare := self._refilled(whole)) is not None:
+        full = size + sum(kept.size for kept in self._kept.values()) > self._keep_bytes
+        if (spare := self._refilled(whole, full=full)) is not None:
             return Kept(spare, SameState(state), size)
         # evicts before the new one is built: memory is short beside a trainer
         while (
@@ -351,14 +352,14 @@ class PrefillAudit:
         )
         return Kept(network, SameState(state), size)
 
-    def _refilled(self, state: State) -> LanguageModel | None:
-        """Write `state` into a kept network whose own state is gone; None if there is none.
+    def _refilled(self, state: State, *, full: bool) -> LanguageModel | None:
+        """Write `state` into a kept network: one whose own state is gone, or if `full` the one used longest ago.
 
-        To build a small network takes longer than to audit with it.
+        Returns None if there is none. To build a network takes longer than to audit with it.
         """
         device = pick_device(self._terms.device)
         for version, kept in self._kept.items():
-            if kept.state.gone and kept.network.device.type == device.type:
+            if (full or kept.state.gone) and kept.network.device.type == device.type:
                 del self._kept[version]
                 return kept.network if kept.network.update(state, dict.fromkeys(state)) else None
         return None

@@ -145,6 +145,20 @@ def test_the_network_of_a_state_that_is_gone_is_written_anew_and_measures_the_sa
     assert measured(prefill.measure([case.item], case.states)) == [whole]
 
 
+def test_where_one_network_fits_it_is_written_anew_for_each_version(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [whole] = measured(prefill_of(case).measure([case.item], case.states))
+    prefill = prefill_of(case, keep_bytes=1)
+    other = replace(case.item, versions=[NEAR] * len(case.item.versions))
+    prefill.measure([other], case.states)
+    monkeypatch.setattr(LanguageModel, "build", None)
+    for _ in range(2):
+        assert measured(prefill.measure([case.item], case.states)) == [whole]
+        [found] = measured(prefill.measure([other], case.states))
+        assert found.fingerprint > 0.02 > whole.fingerprint
+
+
 def test_a_missing_model_or_gpu_is_an_error_at_once(case: Case, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"config\.json"):
         PrefillAudit(audit_terms(tmp_path, case.run, "cpu")).prepare()
