@@ -2,8 +2,8 @@
 
     python small_trl.py MODEL STEPS ANSWER
 
-The tasks, batch, replies and learning rate are those of small.toml. Writes the time and the reward of each step
-to ANSWER as JSON.
+The tasks, batch, replies and learning rate are those of small.toml. Writes the time and the reward of the
+steps so far to ANSWER as JSON, with each step.
 """
 
 import json
@@ -25,16 +25,18 @@ POWER = 4
 
 
 class Steps(TrainerCallback):
-    """Notes when each step was over, and its reward."""
+    """Writes when each step was over, and its reward."""
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
+    def __init__(self, answer: Path) -> None:
+        self._answer = answer
+        self._steps: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, **values: Any) -> None:
         """Note a step."""
         reward = (values.get("logs") or {}).get("reward")
         if reward is not None:
-            self.steps.append({"at": time.time(), "reward": float(reward)})
+            self._steps.append({"at": time.time(), "reward": float(reward)})
+            self._answer.write_text(json.dumps(self._steps))
             print(f"TRL step {state.global_step}: reward {float(reward):.3f}", flush=True)
 
 
@@ -71,7 +73,6 @@ def score(completions: list[Any], names: list[list[str]], **_: Any) -> list[floa
 def main() -> None:
     """Train, and write the steps."""
     model, steps, answer = sys.argv[1:]
-    noted = Steps()
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output,
@@ -98,10 +99,9 @@ def main() -> None:
             reward_funcs=score,
             args=config,
             train_dataset=tasks(),
-            callbacks=[noted],
+            callbacks=[Steps(Path(answer))],
         )
         trainer.train()
-    Path(answer).write_text(json.dumps(noted.steps))
 
 
 if __name__ == "__main__":
