@@ -98,7 +98,7 @@ GUARD_S = 0.25
 """Pause between two checks of the process's descendants and memory."""
 LOOKS = 16
 """Latest such checks in which it is noted whether the environment's code runs."""
-BUSY_LOOKS = 8
+BUSY_LOOKS = 6
 """Of these, the least in which the code of a busy process ran: rollouts come in bursts."""
 SILENT_S = 30.0
 """Tolerated silence of the process, beyond the environment's own limits."""
@@ -273,7 +273,7 @@ class EnvironmentChild(ChildProcess):
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests' code has run half of the time lately, or more."""
+        """Whether requests' code has run much of the time lately."""
         return sum(self._ran) >= BUSY_LOOKS
 
     def _marked(self) -> tuple[int, int]:

@@ -1,15 +1,17 @@
 """Play an environment in several processes, as many as its rollouts keep busy.
 
-Invariants: tasks and prompts come from the first process, which is there from start() on; another one starts
+Invariants: tasks and prompts come from the first process, which is there from start() on; as many again start
 when all are busy, and one that is given up costs no rollout but its own.
 """
 
 import asyncio
 import logging
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from ...protocol.recent import RecentDict
 from ..tasks import end_tasks
 from .environment import (
     Branch,
@@ -29,11 +31,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_PROCESSES = 4
+MOST_PROCESSES = 8
 CORES_PER_PROCESS = 4
 """Cores of the machine for each process: the others are for engines and for training."""
 LOOK_S = 2.0
 """Pause between two looks at whether all processes are busy."""
+LEAD = 8
+"""Rollouts that a task's process may have more of than the least busy one, before another prepares it, too."""
+MOST_TASKS = 1024
+"""Tasks whose process is remembered."""
 
 
 def most_processes() -> int:
@@ -46,7 +52,7 @@ class HostedProcess(Environment, Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether its code has run half of the time lately, or more."""
+        """Whether its code has run much of the time lately."""
         ...
 
 
@@ -59,6 +65,10 @@ class EnvironmentPool:
         self._most = most
         self._first = make()
         self._members = [self._first]
+        self._under_way: Counter[HostedProcess] = Counter()
+        """Rollouts that each process plays or scores."""
+        self._players = RecentDict[int, HostedProcess](MOST_TASKS)
+        """Task -> process that has prepared it."""
         self._growing: asyncio.Task[None] | None = None
 
     @property
@@ -113,9 +123,10 @@ class EnvironmentPool:
         return await self._ask(task, lambda member: member.score(task, branches))
 
     async def _ask(self, task: Task, ask: Callable[[HostedProcess], Awaitable[T]]) -> T:
-        """Have the task's process play: it has prepared the task for the other rollouts of its group."""
+        """Have a process play: the task's, which has prepared it for its group, or the least busy one."""
         while True:
-            member = self._members[task.index % len(self._members)]
+            member = self._player(task)
+            self._under_way[member] += 1
             try:
                 return await ask(member)
             except EnvironmentGivenUp:
@@ -124,22 +135,40 @@ class EnvironmentPool:
                 if member in self._members:
                     self._members.remove(member)
                     await member.close()
+            finally:
+                self._under_way[member] -= 1
+
+    def _player(self, task: Task) -> HostedProcess:
+        least = min(self._members, key=self._under_way.__getitem__)
+        player = self._players.get(task.index)
+        if player in self._members and self._under_way[player] <= self._under_way[least] + LEAD:
+            return player
+        self._players[task.index] = least
+        return least
 
     async def _grow(self) -> None:
-        """Start another process whenever all are busy."""
+        """Start as many processes again whenever all are busy."""
         while len(self._members) < self._most:
             await asyncio.sleep(LOOK_S)
             if not all(member.is_busy for member in self._members):
                 continue
-            member = self._make()
-            try:
-                await member.start()
-            except EnvironmentFailed as error:
-                logger.warning("environment %s gets no further process: %s", self.name, error)
-                await member.close()
+            more = min(len(self._members), self._most - len(self._members))
+            started = await asyncio.gather(*(self._start_another() for _ in range(more)))
+            if not all(started):
                 return
-            except BaseException:
-                await member.close()
-                raise
-            self._members.append(member)
             logger.info("environment %s has %d processes", self.name, len(self._members))
+
+    async def _start_another(self) -> bool:
+        """Start another process; return whether it works."""
+        member = self._make()
+        try:
+            await member.start()
+        except EnvironmentFailed as error:
+            logger.warning("environment %s gets no further process: %s", self.name, error)
+            await member.close()
+            return False
+        except BaseException:
+            await member.close()
+            raise
+        self._members.append(member)
+        return True

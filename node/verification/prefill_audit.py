@@ -353,7 +353,7 @@ class PrefillAudit:
         return Kept(network, SameState(state), size)
 
     def _refilled(self, state: State, *, full: bool) -> LanguageModel | None:
-        """Write `state` into a kept network: one whose own state is gone, or if `full` the one used longest ago.
+        """Write `state` into a kept network whose state is gone, or if `full` into the one used longest ago.
 
         Returns None if there is none. To build a network takes longer than to audit with it.
         """

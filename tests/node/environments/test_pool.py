@@ -37,6 +37,7 @@ class Process(CountingEnvironment):
     async def score(self, task: Task, branches: Sequence[Branch]) -> Score:
         if self.is_given_up:
             raise EnvironmentGivenUp("it does not stay up")
+        await asyncio.sleep(0.01)
         self.scored.append(task.index)
         return Score(1.0)
 
@@ -47,7 +48,7 @@ class Process(CountingEnvironment):
 class World:
     """A pool and its processes."""
 
-    def __init__(self, most: int = 3) -> None:
+    def __init__(self, most: int = 5) -> None:
         self.processes: list[Process] = []
         self.next_starts = True
         self.pool = EnvironmentPool(self.make, most)
@@ -80,22 +81,34 @@ async def test_another_process_starts_when_all_are_busy_up_to_the_most() -> None
     await asyncio.sleep(10 * LOOK_S)
     assert len(world.processes) == 2, "the second one is not busy"
     await world.become_busy()
+    assert len(world.processes) == 4, "as many again"
     await world.become_busy()
     await world.become_busy()
-    assert len(world.processes) == 3
+    assert len(world.processes) == 5
     await world.pool.close()
     assert all(process.is_closed for process in world.processes)
 
 
 @on_virtual_time
-async def test_the_rollouts_of_a_task_go_to_one_process() -> None:
+async def test_the_rollouts_of_a_task_go_to_one_process_and_tasks_to_the_least_busy_one() -> None:
     world = World(most=2)
     await world.pool.start()
-    await world.score(0, 1, 1)
     await world.become_busy()
-    await world.score(0, 0, 1, 1, 2, 3)
+    tasks = [task for task in (0, 2, 4, 6) for _ in range(4)]
+    await asyncio.gather(*(world.score(task) for task in tasks))
     first, second = world.processes
-    assert (first.scored, second.scored) == ([0, 1, 1, 0, 0, 2], [1, 1, 3])
+    assert sorted(first.scored) == [0] * 4 + [4] * 4
+    assert sorted(second.scored) == [2] * 4 + [6] * 4
+    await world.pool.close()
+
+
+@on_virtual_time
+async def test_many_rollouts_of_one_task_are_scored_by_all_processes() -> None:
+    world = World(most=2)
+    await world.pool.start()
+    await world.become_busy()
+    await asyncio.gather(*(world.score(7) for _ in range(64)))
+    assert min(len(process.scored) for process in world.processes) > 16
     await world.pool.close()
 
 
@@ -106,8 +119,8 @@ async def test_another_process_that_is_given_up_costs_no_rollout() -> None:
     await world.become_busy()
     first, second = world.processes
     second.is_given_up = True
-    await world.score(1, 1)
-    assert first.scored == [1, 1]
+    await asyncio.gather(world.score(1), world.score(2))
+    assert first.scored == [1, 2]
     assert second.is_closed
     first.is_given_up = True
     with pytest.raises(EnvironmentGivenUp):
@@ -128,7 +141,7 @@ async def test_without_memory_for_another_process_the_first_goes_on_alone() -> N
     await world.pool.close()
 
 
-@pytest.mark.parametrize(("cores", "most"), [(None, 1), (2, 1), (8, 2), (16, 4), (128, 4)])
+@pytest.mark.parametrize(("cores", "most"), [(None, 1), (2, 1), (8, 2), (16, 4), (128, 8)])
 def test_processes_leave_cores_to_engines_and_to_training(
     cores: int | None, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
