@@ -111,25 +111,12 @@ class LeaseDemand:
 
     def capacity(self, node: bytes | None) -> int:
         """Count the groups that may be leased to `node` now; None for all newcomers together."""
-        training = self._progress.training
-        remaining = self._config.max_steps - self._progress.step - (1 if training else 0)
-        if remaining <= 0:
-            return 0
-        book, now = self._book, self._clock()
-        unverified = self._unverified()
+        training, now = self._progress.training, self._clock()
+        book, unverified = self._book, self._unverified()
         waiting = len(self._buffer) + unverified.total()
-        needed = remaining * self._config.rollouts.groups_per_batch
-        coming = book.coming_groups(now)
-        last = needed - waiting - coming
-        if node is None:
-            free = book.newcomer_capacity(
-                waiting_groups=waiting, training=training, now=now, coming=coming
-            )
-            return max(0, min(last, free))
-        free = book.capacity(waiting_groups=waiting, training=training, now=now, coming=coming)
-        free = min(last, free)
-        if free < 1:
-            return 0
+        free = self._free(waiting, now, newcomers=node is None)
+        if node is None or free < 1:
+            return free
         rollouts = self._config.rollouts
         own = sum(group.node == node for group in self._buffer.groups()) + unverified[node]
         on_lease = book.leased(newcomers=not book.staffed(now), now=now)
@@ -143,6 +130,22 @@ class LeaseDemand:
             waiting - own + leased - own_leased,
         )
         return min(free, room)
+
+    def exhausted(self) -> bool:
+        """Return whether no proven node may be leased anything now, whichever it is."""
+        return self._free(self.waiting_groups(), self._clock(), newcomers=False) < 1
+
+    def _free(self, waiting: int, now: float, *, newcomers: bool) -> int:
+        """Count the groups that all newcomers, or all proven nodes, may be leased together; 0 or more."""
+        training, book = self._progress.training, self._book
+        remaining = self._config.max_steps - self._progress.step - (1 if training else 0)
+        if remaining <= 0:
+            return 0
+        coming = book.coming_groups(now)
+        last = remaining * self._config.rollouts.groups_per_batch - waiting - coming
+        count = book.newcomer_capacity if newcomers else book.capacity
+        free = count(waiting_groups=waiting, training=training, now=now, coming=coming)
+        return max(0, min(last, free))
 
     def coming(self) -> Counter[bytes]:
         """Count the groups that the next batch may wait for, by worker: in verification, or on lease.
@@ -353,12 +356,16 @@ class LeaseScheduler:
 
     async def work_changed(self) -> None:
         """Answer waiting lease requests for which there is work now: capacity may have grown."""
+        exhausted = False  # as for most of hundreds that wait: one look, and not one for each
         for node, pending in list(self.registry.pending.items()):
             worker = self.registry.workers[node]
             if worker.left or worker.verdicts:
                 self._answer(node, [])
-            elif self.registry.proven(node) and (leases := self._grant(node, pending.wanted)):
-                self._answer(node, leases)
+            elif not exhausted and self.registry.proven(node):
+                if leases := self._grant(node, pending.wanted):
+                    self._answer(node, leases)
+                else:
+                    exhausted = self.demand.exhausted()
         self._serve_newcomers()
 
     def _answer(self, node: bytes, leases: list[bytes]) -> None:
@@ -473,6 +480,8 @@ class LeaseScheduler:
         """Lease to newcomers in turn, as long as there is a slot."""
         while len(self.book.newcomers):
             free, ready = self.demand.capacity(None), self._ready()
+            if free < 1:
+                return
             leasable = self.registry.leasable
             able = (node for node in self.registry.pending if leasable(node) & ready)
             node = self.book.next_newcomer(free, time.time(), frozenset(able))

@@ -1,6 +1,6 @@
 """Measure what a submission costs a trainer, and how long it waits for its verdict.
 
-    python scripts/bench/submissions.py [--rate 900] [--submissions 200] [--quick] [--json FILE]
+    python scripts/bench/submissions.py [--rate 900] [--submissions 200] [--clients N ...] [--quick] [--json F]
 
 A real trainer receives bundles of 8 groups of 16 rollouts over iroh on loopback, from workers in another
 process that has replies at hand: alphabet-sort of one turn, prompts of some 60 tokens, replies of 96, 49,152 in
@@ -8,7 +8,9 @@ the vocabulary. All of the trainer's path is the product's: envelopes, ledger, c
 that plays each rollout again, the search for copies, audits by trust, verdicts, buffer, batches, kept rollouts,
 publishing. The learner encodes its batches; the process that audits reads its items and finds them clean.
 
-First the workers send as fast as they are leased, then --rate rollouts a second. Time from arrival to verdict
+First the workers send as fast as they are leased, then --rate rollouts a second. With several --clients the
+first part is measured with each number of workers: the rate, the trainer's memory, how long a request takes
+that waits for no work, of which each client makes one every two seconds. Time from arrival to verdict
 begins where the bytes are whole, and ends where the signed verdict is in the ledger. CPU is the process's own;
 where it goes is sampled every few milliseconds, by the CPU time of each thread. It grows with other load on the
 machine: compare within one run.
@@ -16,15 +18,17 @@ machine: compare within one run.
 
 import argparse
 import asyncio
+import json
 import logging
 import math
 import os
+import random
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -83,6 +87,7 @@ from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make
 RATE = 900.0
 JUDGED_S = 0.3
 CORES = 1.5
+CLIENTS_SHARE, REQUEST_S = 0.9, 0.25
 WORKERS = 4
 REPLY = 96
 VOCABULARY = 49_152
@@ -104,6 +109,8 @@ IDLE = frozenset(("select", "wait", "_worker", "get"))
 """Functions in which a thread waits."""
 LEASES = 3
 """Leases that a worker holds at a time, beside the one that it submits."""
+PROBE_S = 2.0
+"""Pause between a client's requests that wait for no work."""
 NATS = 0.9
 """Mean surprise of a token that a small model draws."""
 TEMPLATE = (
@@ -311,6 +318,8 @@ class Worker:
         self._links = ConnectionPool(self._transport, peers, connect_timeout_s=DEADLINE_S)
         self.outcomes: Counter[str] = Counter()
         """Rollouts by outcome, of the verdicts that were received."""
+        self.probes: deque[float] = deque(maxlen=64)
+        """Seconds that the latest requests took that wait for no work."""
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -319,6 +328,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             leases: asyncio.Queue[bytes] = asyncio.Queue(LEASES)
             tasks.create_task(self._take(leases))
+            tasks.create_task(self._probe())
             for _ in range(LEASES):
                 tasks.create_task(self._submit_all(leases))
 
@@ -349,6 +359,14 @@ class Worker:
                 await leases.put(sealed)
             if not reply.leases:
                 await asyncio.sleep(reply.retry_after_ms / 1000)
+
+    async def _probe(self) -> None:
+        """Time requests that wait for no work, as those of a worker that has enough of it."""
+        while True:
+            await asyncio.sleep(PROBE_S * (0.5 + random.random()))
+            began = time.monotonic()
+            await self._ask(LeaseRequest(0, WorkerStats(0)), LeaseReply)
+            self.probes.append(time.monotonic() - began)
 
     async def _submit_all(self, leases: "asyncio.Queue[bytes]") -> None:
         while True:
@@ -383,10 +401,10 @@ class Worker:
                     await asyncio.sleep(0.05)
 
 
-async def work(ticket: str, model: Path) -> None:
+async def work(ticket: str, model: Path, clients: int) -> None:
     """Run the workers. Each line of standard input is a new rate, or END.
 
-    Prints the outcomes of rollouts.
+    Prints the outcomes of rollouts, and the seconds of the latest probes, as JSON.
     """
     os.nice(5)  # the trainer goes first: workers have machines of their own
     environment = VerifiersEnvironment(
@@ -401,12 +419,14 @@ async def work(ticket: str, model: Path) -> None:
     plain = [token for token in range(8, 1000) if chat.text([token]).isalpha()]
     pace = Pace()
     replies = Replies(environment, plain, chat.stop_token_ids[0])
-    workers = [Worker(ticket, replies, pace) for _ in range(WORKERS)]
+    workers = [Worker(ticket, replies, pace) for _ in range(clients)]
 
     async def obey() -> None:
         while (line := await asyncio.to_thread(sys.stdin.readline)) and line != END:
             pace.rate = float(line)
-        print(dict(sum((worker.outcomes for worker in workers), Counter[str]())), flush=True)
+        outcomes = sum((worker.outcomes for worker in workers), Counter[str]())
+        probes = [seconds for worker in workers for seconds in worker.probes]
+        print(json.dumps({"outcomes": outcomes, "probes": probes}), flush=True)
         os._exit(0)  # skips an orderly shutdown of the endpoints
 
     async with asyncio.TaskGroup() as tasks:
@@ -573,6 +593,11 @@ class Row:
     """Share of the rollouts that was audited."""
     where: dict[str, float]
     """CPU of the trainer's process by work, ms a rollout."""
+    memory_mb: float
+    """Resident memory of the trainer's process at the end, and how much more than at the beginning."""
+    grown_mb: float
+    request_99_s: float = 0.0
+    """Time of a request that waits for no work, 99 % of them, as the clients measure it."""
 
 
 class Processes:
@@ -603,7 +628,7 @@ async def measure(
     swarm: LoadedSwarm, name: str, rate: float, submissions: int, processes: Processes
 ) -> Row:
     """Measure the run until so many submissions are judged."""
-    sampler = CpuSampler()
+    sampler, memory = CpuSampler(), psutil.Process().memory_info().rss
     before, spent, began = await swarm.trainer.status(), processes.spent(), time.monotonic()
     sampler.start()
     judged = len(TimedLedger.judged) + submissions
@@ -640,6 +665,8 @@ async def measure(
         cpu["daemon"] / took,
         audited_share(swarm.trainer.data_dir),
         where,
+        psutil.Process().memory_info().rss / 1e6,
+        (psutil.Process().memory_info().rss - memory) / 1e6,
     )
 
 
@@ -657,8 +684,8 @@ def audited_share(data_dir: Path) -> float:
     return sum(verdict.audited for verdict in verdicts) / max(1, rollouts)
 
 
-async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
-    """Return a row as fast as workers are leased, and one at --rate."""
+async def run(directory: Path, options: argparse.Namespace, clients: int) -> list[Row]:
+    """Return a row as fast as workers are leased; with one number of clients also one at --rate."""
     model = make_small_model(directory / "model")
     settings: dict[str, Any] = {
         "environment": ENVIRONMENT,
@@ -674,17 +701,24 @@ async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
         await swarm.start_trainer()
         pipe = asyncio.subprocess.PIPE
         workers = await asyncio.create_subprocess_exec(
-            *(sys.executable, __file__, "--work", swarm.ticket, str(model)), stdin=pipe, stdout=pipe
+            *(sys.executable, __file__, "--work", swarm.ticket, str(model), str(clients)),
+            stdin=pipe,
+            stdout=pipe,
         )
         assert workers.stdin is not None
         processes = Processes(workers.pid)
         await swarm.wait_step(options.warm, timeout=START_S)  # workers are trusted by then
-        rows = [await measure(swarm, "as leased", 0.0, options.submissions, processes)]
-        workers.stdin.write(b"%f\n" % options.rate)
-        await asyncio.sleep(5.0)  # what waited is judged
-        rows.append(await measure(swarm, "paced", options.rate, options.submissions, processes))
-        outcomes, _ = await workers.communicate(END.encode())
-        print(f"verdicts that workers read: {outcomes.decode().strip()}")
+        name = f"{clients} clients, as leased"
+        rows = [await measure(swarm, name, 0.0, options.submissions, processes)]
+        if len(options.clients) == 1:
+            workers.stdin.write(b"%f\n" % options.rate)
+            await asyncio.sleep(5.0)  # what waited is judged
+            rows.append(await measure(swarm, "paced", options.rate, options.submissions, processes))
+        printed, _ = await workers.communicate(END.encode())
+        answer = json.loads(printed)
+        probes = sorted(answer["probes"])
+        rows[0] = replace(rows[0], request_99_s=probes[int(0.99 * len(probes))])
+        print(f"verdicts that workers read: {answer['outcomes']}")
     return rows
 
 
@@ -696,8 +730,13 @@ def show(rows: Sequence[Row]) -> None:
             f"{row.offered_per_s or math.inf:.0f}), {row.rejected} rejected, {row.audited:.0%} audited, "
             f"{row.submissions} submissions, verdict after {row.judged_s:.3f} s (95 %: {row.judged_95_s:.3f})\n"
             f"  CPU ms a rollout: daemon {row.daemon_ms:.3f}, environment {row.environment_ms:.3f}, audit "
-            f"{row.audit_ms:.3f}; daemon {row.daemon_cores:.2f} cores"
+            f"{row.audit_ms:.3f}; daemon {row.daemon_cores:.2f} cores, {row.memory_mb:.0f} MB "
+            f"({row.grown_mb:+.0f})"
         )
+        if row.request_99_s:
+            print(
+                f"  99 % of the requests that wait for no work took {row.request_99_s:.3f} s at most"
+            )
         for work, ms in row.where.items():
             if ms >= 0.01:
                 print(f"    {ms:7.3f}  {work}")
@@ -705,7 +744,17 @@ def show(rows: Sequence[Row]) -> None:
 
 def judge(rows: Sequence[Row], rate: float) -> list[Goal]:
     """Compare with the goals."""
-    fast, paced = rows
+    rejected = at_most("rollouts that were rejected", float(sum(row.rejected for row in rows)), 0.0)
+    fast, *others = rows
+    if others[-1:] and others[-1].offered_per_s == 0:
+        most = others[-1]
+        share = most.accepted_per_s / fast.accepted_per_s
+        return [
+            at_least(f"rate of {most.name} / {fast.name}", share, CLIENTS_SHARE),
+            at_most(f"99 % of requests, {most.name}", most.request_99_s, REQUEST_S, "s"),
+            rejected,
+        ]
+    (paced,) = others
     return [
         at_least("rollouts judged as fast as they are leased", fast.accepted_per_s, rate, "/s"),
         at_most(
@@ -714,7 +763,7 @@ def judge(rows: Sequence[Row], rate: float) -> list[Goal]:
         at_most(
             f"cores of the daemon at {rate:.0f} rollouts/s", rate * paced.daemon_ms / 1000, CORES
         ),
-        at_most("rollouts that were rejected", float(sum(row.rejected for row in rows)), 0.0),
+        rejected,
     ]
 
 
@@ -724,21 +773,26 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=RATE, help="rollouts offered a second")
     parser.add_argument("--submissions", type=int, default=200, help="of each measurement")
     parser.add_argument("--warm", type=int, default=30, help="steps before the first measurement")
-    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--clients", type=int, nargs="+", default=[WORKERS], metavar="N")
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--audit", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.audit:
         serve_audits(CleanMeasurer)
     logging.basicConfig(level=logging.ERROR)
     if options.work:
-        ticket, model = options.work
-        asyncio.run(work(ticket, Path(model)))
+        ticket, model, clients = options.work
+        asyncio.run(work(ticket, Path(model), int(clients)))
     if options.quick:
         options.submissions, options.rate, options.warm = 16, 200.0, 4
     share_python()
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["XDG_RUNTIME_DIR"] = directory  # not in the user's list of running nodes
-        rows = asyncio.run(run(Path(directory), options))
+    rows: list[Row] = []
+    for clients in options.clients:
+        TimedLedger.arrived.clear()
+        TimedLedger.judged.clear()
+        with tempfile.TemporaryDirectory() as directory:
+            os.environ["XDG_RUNTIME_DIR"] = directory  # not in the user's list of running nodes
+            rows += asyncio.run(run(Path(directory), options, clients))
     show(rows)
     return conclude([asdict(row) for row in rows], judge(rows, options.rate), options.json)
 

@@ -1,5 +1,6 @@
 """A trainer with several environments: leases of each, reports, and where a checkpoint goes on."""
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ from support.bare_node import bare_services
 from support.counting_environment import CountingEnvironment, counting_task
 from support.lease_cases import granted, policy
 from support.protocol_cases import MIXED, RUN, refuses
+from support.waiting import until
 
 from primerl.cli.tables import state_of
+from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.errors import UsageError
 from primerl.node.ops.figures import PeerRow
@@ -81,7 +84,10 @@ class Front:
                 known.record(name, 1000, Counter(), time.time())
             known.audited = 3000
         publisher = SimpleNamespace(order=(0, 7))
-        demand = SimpleNamespace(capacity=lambda node: 100)  # pyright: ignore[reportUnknownLambdaType]
+        self.free = 100
+        """Groups that may be leased."""
+        self.looks = 0
+        demand = SimpleNamespace(capacity=self.capacity, exhausted=lambda: self.free < 1)
         kinds = (Slow if name == slow else CountingEnvironment for name in NAMES)
         tasks = [
             TaskSupply(kind(name=name), self.book, number)
@@ -90,6 +96,10 @@ class Front:
         self.scheduler = LeaseScheduler(
             self.registry, tasks, cast(Any, publisher), cast(Any, demand)
         )
+
+    def capacity(self, node: bytes | None) -> int:
+        self.looks += 1
+        return self.free
 
     async def ask(
         self, node: bytes, environments: tuple[int, ...] | None, wanted: int = 6
@@ -462,3 +472,21 @@ def state(**fields: Any) -> TrainerState:
         "staleness_max": 0,
     }
     return TrainerState(**{**empty, **fields})
+
+
+async def test_where_nothing_is_left_hundreds_that_wait_cost_one_look(front: Front) -> None:
+    front.free, nodes = 0, [digest(b"node %d" % number) for number in range(200)]
+    for node in nodes:
+        front.ledger.admit(node, 0)
+        front.registry.reputation(node).record(NAMES[0], 1000, Counter(), time.time())
+    async with asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(front.ask(node, None, 1)) for node in nodes]
+        await until(lambda: len(front.registry.pending) == len(nodes))
+        front.looks = 0
+        await front.scheduler.work_changed()
+        assert front.looks <= 2
+        front.free = 1000
+        await front.scheduler.work_changed()
+        assert await waiting[0]
+        for task in waiting:
+            task.cancel()
