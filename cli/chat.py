@@ -198,7 +198,7 @@ class _InThread(Generic[T]):
         self._thread.start()
         try:
             self.value = self.run(self._block.__aenter__())
-        except BaseException:
+        except BaseException:  # also when interrupted: __exit__ does not run then
             self._end()
             raise
         return self

@@ -467,13 +467,10 @@ def test_homes_are_expanded_by_the_helper_that_survives_an_unknown_user() -> Non
 
 
 def explained(source: Source, handler: ast.ExceptHandler) -> bool:
-    """Whether a broad handler has a comment with its reason, or re-raises the error after cleaning up."""
-    last = handler.body[-1]
-    if isinstance(last, ast.Raise) and last.exc is None:
-        return True
+    """Whether a broad handler has a comment with its reason, which is not that of another handler."""
     end = handler.body[0].end_lineno or handler.lineno
     lines = source.text.splitlines()[handler.lineno - 1 : end]
-    return any(re.search(r"#\s*\w", line) for line in lines)
+    return any(re.search(r"#\s*(?!as above)\w", line) for line in lines)
 
 
 def test_broad_handlers_have_a_reason() -> None:

@@ -59,7 +59,7 @@ class WorkerNode(PeerNode):
     async def _take_part(self, joined: JoinedRun) -> None:
         try:
             await self._work_together(joined)
-        except BaseException:
+        except BaseException:  # however the work ends, its record is kept
             try:
                 self._write_last_status()
             except StorageError as error:  # the operator needs the first error, not this one

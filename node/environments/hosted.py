@@ -182,7 +182,7 @@ class EnvironmentChild(ChildProcess):
                 return answer.episode
             try:
                 request = EnvironmentReply(await policy(answer.prompt, answer.turn))
-            except BaseException:
+            except BaseException:  # also when cancelled: the process would keep the rollout
                 self._drop(number)
                 raise
 
@@ -572,7 +572,7 @@ class HostedEnvironment:
             self._child = child
             took_s = asyncio.get_running_loop().time() - began
             self._rest_s = max(REST_S, took_s * REST_STARTS)
-        except BaseException:
+        except BaseException:  # also when cancelled: a half-started process is of no use
             await child.close()
             raise
         finally:

@@ -167,7 +167,7 @@ class EnvironmentPool:
             logger.warning("environment %s gets no further process: %s", self.name, error)
             await member.close()
             return False
-        except BaseException:
+        except BaseException:  # also when cancelled: the process would stay
             await member.close()
             raise
         self._members.append(member)

@@ -221,7 +221,7 @@ class Landlock(Sandbox):
             rules = {"landlock": self._version, "files": files, "file_bytes": SCRATCH}
             variables = self._variables(rules)
             return Start([*CONFINE, *program], variables | scratch.furnish(shown), scratch)
-        except BaseException:
+        except BaseException:  # also when interrupted: the folder would stay
             scratch.close()
             raise
 

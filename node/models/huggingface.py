@@ -489,7 +489,7 @@ def load_config(directory: Path) -> Any:
     auto = _transformers().AutoConfig
     try:
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # as above
+    except Exception as error:  # transformers raises whatever it comes upon
         raise EngineError(
             f"the config of {directory} cannot be loaded: {one_line(error)}"
         ) from error
@@ -580,7 +580,7 @@ def read_model(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except Exception as error:  # as above, and SafetensorError, which is of no kind
+    except Exception as error:  # transformers raises anything, safetensors its own class
         raise EngineError(
             f"the model of {directory} cannot be loaded: {one_line(error)}"
         ) from error
@@ -615,7 +615,7 @@ def load_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
                 quantization_config=quantization(dequantize=True),
                 output_loading_info=True,
             )
-    except Exception as error:  # as above
+    except Exception as error:  # transformers raises whatever it comes upon
         raise EngineError(
             f"{path} cannot be read as a model: {named_line(error)}: import the model's own directory"
         ) from error

@@ -319,7 +319,7 @@ class Libp2pDiscovery:
         try:
             await self._thread.start()
             await self._thread.call(self._open, tuple(bootstrap))
-        except BaseException:
+        except BaseException:  # also when cancelled: the thread and its port would stay
             await self.close()
             raise
 

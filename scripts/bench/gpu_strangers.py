@@ -946,7 +946,7 @@ class Bench:
             async with asyncio.timeout(min(START_S, max(1.0, self.left_s))):
                 await engine.start(self.model.directory, fingerprint="projection")
                 await engine.load(OWN, self.model.states[OWN])
-        except BaseException:
+        except BaseException:  # also when cancelled: its processes would stay
             await engine.close()
             raise
         took = time.monotonic() - began
