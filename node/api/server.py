@@ -73,8 +73,10 @@ def engine_failed(error: EngineError) -> ApiError:
 
 @dataclass(frozen=True)
 class ApiLimits:
-    """Limits of one request."""
+    """Limits of one request, and of all."""
 
+    max_inflight: int = 1024
+    """Most completions at once; further requests are refused (429)."""
     max_body_mib: float = 8.0
     max_choices: int = 128
     """Most completions: n times its prompts."""
@@ -280,7 +282,7 @@ class HttpServer:
     @contextmanager
     def _admitted(self, count: int) -> Generator[None]:
         """Count completions while they are in progress. Raises ApiError (400, 429)."""
-        most = self.served.api.max_inflight
+        most = self.served.limits.max_inflight
         if count > most:
             message = f"at most {most} completions run at once: request fewer"
             raise ApiError(400, message)

@@ -73,9 +73,7 @@ async def start_libp2p(
             INSTALL,
         )
         return None
-    discovery = Libp2pDiscovery(
-        key, run_id=run_id, host=network.host, port=network.port, mdns=network.mdns
-    )
+    discovery = Libp2pDiscovery(key, run_id=run_id, host=network.host, port=network.port)
     await discovery.start(bootstrap)
     return discovery
 

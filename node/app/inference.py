@@ -10,16 +10,18 @@ import math
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
 from ...protocol.manifests import RunManifest
 from ..api.completions import EngineRoutes
-from ..api.server import HttpServer, Routes, Served, serving
+from ..api.server import ApiLimits, HttpServer, Routes, Served, serving
 from ..api.vllm_proxy import ProxyTargets, VllmProxy, api_options
+from ..config.engine import EngineConfig
 from ..config.limits import LimitsConfig
 from ..config.run import JoinConfig
-from ..config.serving import ApiConfig, ServeConfig
+from ..config.serving import ServeConfig
 from ..environments.chat import ChatFormat, dated
 from ..environments.environment import EnvironmentFailed
 from ..errors import UsageError
@@ -64,9 +66,10 @@ async def open_server(
         )
     except EnvironmentFailed as error:
         raise UsageError(f"this model cannot be served: {error}") from error
-    api = bounded(config)
+    api = config.api
     name = api.served_name or name
-    served = Served(name, vocab_size(model_dir), config.engine.max_model_len, api)
+    longest = config.engine.max_model_len
+    served = Served(name, vocab_size(model_dir), longest, api, api_limits(config.engine))
     routes: tuple[Routes, ...] = (EngineRoutes(engine, chat, served),)
     if isinstance(hosted, ProxyTargets) and hosted.serve_api(api_options(api, chat, name)):
         routes = (VllmProxy(hosted), *routes)
@@ -76,12 +79,12 @@ async def open_server(
         yield server, url
 
 
-def bounded(config: ServeConfig) -> ApiConfig:
-    """Narrow the API's limits to the queue of the engine."""
-    most = config.api.max_inflight
-    if config.engine.type == "hf":
-        most = min(most, QUEUE_BATCHES * config.engine.max_batch)
-    return config.api.model_copy(update={"max_inflight": most})
+def api_limits(engine: EngineConfig) -> ApiLimits:
+    """Return the API's limits, narrowed to the queue of the engine."""
+    limits = ApiLimits()
+    if engine.type != "hf":
+        return limits
+    return replace(limits, max_inflight=min(limits.max_inflight, QUEUE_BATCHES * engine.max_batch))
 
 
 async def watch_engine(engine: Engine) -> None:
@@ -230,6 +233,6 @@ def shown(status: Status, config: ServeConfig, server: HttpServer | None, url: s
     status.newest_version = max(status.newest_version, status.version)
     status.detail = f"{server.served.name} on {url}/v1"
     status.engine = server.stats().row(
-        config.engine.type, inflight=server.inflight, cap=server.served.api.max_inflight
+        config.engine.type, inflight=server.inflight, cap=server.served.limits.max_inflight
     )
     return status

@@ -304,9 +304,7 @@ async def _tcp(
         return way
     way.why = ""
     try:
-        libp2p = await make(
-            network.model_copy(update={"port": 0, "mdns": False}), key, ticket.run, ()
-        )
+        libp2p = await make(network.model_copy(update={"port": 0}), key, ticket.run, ())
     except TransportError as error:
         way.why = printable(str(error), MAX_NAME)
         return way

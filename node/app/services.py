@@ -99,9 +99,7 @@ async def open_services(
         rates = rates or Rates(config.limits.upload, config.limits.download)
         blobs = BlobServer(store, arrivals, rates.up)
         network = config.network
-        seeds = await cleanup.enter_async_context(
-            open_seeds(network.seeds, authority=network.seed_ca, pacer=rates.down)
-        )
+        seeds = await cleanup.enter_async_context(open_seeds(network.seeds, pacer=rates.down))
         tcp: tuple[TcpChunks, TcpChunkServer] | None = None
         if discovery is not None:
             paths = TcpChunks(

@@ -236,7 +236,6 @@ class WorkerNode(PeerNode):
             config,
             self._environments,
             self._verdicts,
-            self._config.leases,
         )
 
     def _held(self) -> int:

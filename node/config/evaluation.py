@@ -71,8 +71,6 @@ class EvalConfig(BaseConfig):
     """Steps in weights_dir, such as 5,10; default: all."""
     eval_base: bool = True
     """With weights_dir: evaluate the model that the run began with, too (--no-eval-base: do not)."""
-    base: str = ""
-    """Directory or hub id of that model, if the run's config.json does not name it."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
     engine: EngineConfig = EngineConfig()
     sandbox: SandboxConfig = SandboxConfig()

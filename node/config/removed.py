@@ -6,39 +6,51 @@ A key stays here for a release: an old config is refused with a line that says w
 from typing import Any
 
 REMOVED = {
+    ".base": (
+        "a run whose first model is not known is evaluated with --no-eval-base: name that model in models"
+    ),
     ".lease_timeout_s": (
         "a judge takes a prompt back after 120 s, a run by rollouts.lease_timeout_s"
     ),
+    ".leases": "a worker measures how many leases keep its engine busy: leave it out",
     ".leases_per_worker": "a judge's worker holds 32 prompts, a run's rollouts.leases_per_worker",
     "api.max_body_mib": "a request has 8 MiB at most: leave it out",
     "api.max_choices": "a request has 128 completions at most: leave it out",
+    "api.max_inflight": "1,024 completions are answered at once: leave it out",
     "api.max_stop_strings": "a request has 16 stop strings at most: leave it out",
     "api.stream_tokens": "a chunk of a stream has 32 tokens at most: leave it out",
     "checkpoint.async_save": "checkpoints are always written beside the steps: leave it out",
     "curriculum.sampler.type": "num_tasks alone chooses difficulty pools: leave it out",
+    "data.max_bad_rows": "a run ends when 5 % of its rows are unusable: mend the data",
+    "data.max_row_mib": "a row has 16 MiB at most: leave it out",
     "engine.batch_window_ms": "`hf` waits 3 ms for more requests: leave it out",
     "engine.concurrency": (
-        "a worker measures how many sequences its engine holds, and engine.max_batch "
-        "bounds them: leave it out"
+        "a worker measures how many sequences its engine holds, and engine.max_batch bounds them: leave it out"
     ),
     "engine.max_restarts": "an engine is restarted five times in a row: leave it out",
     "fsdp.max_restarts": "ranks are restarted three times from one checkpoint: leave it out",
     "fsdp.start_timeout_s": (
         "ranks have 600 s to start, or fsdp.timeout_s if that is longer: leave it out"
     ),
+    "launch.share_gpus": "name the GPUs to share in both trainer_gpus and inference_gpus",
     "launch.start_timeout_s": "the trainer has 300 s to write its ticket: leave it out",
     "log.keep": "four log files that were put aside are kept: leave it out",
     "log.max_mib": "a log file is put aside at 16 MiB: leave it out",
     "loss.m2_threshold": "second_moment keeps a mean of 0.04, as its paper: leave it out",
+    "loss.ref_kl_mask_low": "a token that fell by 0.2 is left out, as in prime-rl: leave it out",
     "loss.sequence_clip_high": "clip_high is that of the sequence's ratio with type gspo: set it",
     "loss.sequence_clip_low": "clip_low is that of the sequence's ratio with type gspo: set it",
     "monitors.tensorboard": "set monitors.wandb, or read metrics.jsonl, which is always written",
     "monitors.trackio": "set monitors.wandb, or read metrics.jsonl, which is always written",
     "network.connect_timeout_s": "a connection may take 10 s: leave it out",
     "network.libp2p_port": "libp2p takes the TCP port of network.port: leave it out",
-    "network.max_upload_mbps": "set limits.upload, in Mbit/s, which also bounds submissions",
     "network.max_streams_per_peer": "32 requests of one peer are answered at a time: leave it out",
+    "network.max_upload_mbps": "set limits.upload, in Mbit/s, which also bounds submissions",
+    "network.mdns": "nodes of one network find each other through the trainer: leave it out",
+    "network.seed_ca": "name the certificates in the variable SSL_CERT_FILE",
     "pp.stall_s": "a stage that is silent for 20 s counts as lost: leave it out",
+    "sft.max_bad_rows": "a run ends when 5 % of its rows are unusable: mend the data",
+    "sft.max_row_mib": "a row has 16 MiB at most: leave it out",
     "ticket_ttl_s": (
         "a ticket lives a week, or as `primerl-node ticket --expires` says: leave it out"
     ),
@@ -51,10 +63,13 @@ REMOVED = {
         "an honest worker is banned with a probability of 0.001 in the whole run: leave it out"
     ),
     "verification.fingerprint": "there is one fingerprint, projection: leave it out",
+    "weights.anchor_interval": (
+        "a snapshot comes every ten versions, or once deltas outweigh it: leave it out"
+    ),
+    "weights.chunk_mib": "a chunk has 4 MiB at most: leave it out",
     "weights.head_ttl_s": "a chain head is accepted for a day: leave it out",
     "weights.keep_s": (
-        "a version can be fetched for 60 s at least, and longer by weights.keep_versions: "
-        "leave it out"
+        "a version can be fetched for 60 s at least, and longer by weights.keep_versions: leave it out"
     ),
 }
 """Dotted key or section -> what to do now; not below others if it begins with a dot."""

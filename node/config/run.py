@@ -158,15 +158,11 @@ class NetworkConfig(BaseConfig):
     """iroh relays of your own; public relays are never used unless listed here."""
     libp2p: bool = True
     """Peer discovery and gossip by libp2p; everything works, a little slower, without."""
-    mdns: bool = False
-    """Find peers on the local network."""
     max_peers: Positive = 256
     """Most peers connected at a time; further ones are turned away."""
     seeds: Annotated[list[SeedUrl], Field(max_length=MAX_SEEDS)] = []
     """Base URLs of copies of a node's `chunks` folder, on any static web server (http, https) or a disk of this
     machine (file), for chunks that no peer serves. Their answers are verified like a peer's."""
-    seed_ca: Path | None = None
-    """PEM file of certificates that seeds may have beside those that the system trusts."""
 
 
 class ModelConfig(BaseConfig):
@@ -400,10 +396,6 @@ class WarmupConfig(BaseConfig):
 class WeightsConfig(BaseConfig):
     """Transfer and storage of policy versions."""
 
-    chunk_mib: Annotated[float, Field(gt=0, le=16)] = 4.0
-    """Largest chunk; those of small versions are smaller, about a 64th, so that peers have parts to swap."""
-    anchor_interval: Positive = 10
-    """A full checkpoint at least every this many versions."""
     keep_versions: Positive = 16
     """Newest versions that can always be fetched."""
     max_disk_gib: Annotated[float, Field(gt=0)] = 64.0
@@ -578,9 +570,8 @@ class LaunchConfig(BaseConfig):
     """How many GPUs the trainer has ("2"), or which: "0,1" as torch counts those that are visible, or UUIDs as
     CUDA_VISIBLE_DEVICES has them; "0," is the first one. Default: training.fsdp.ranks, else one."""
     inference_gpus: Gpus = ""
-    """GPUs of all workers together, as above. Default: those that the trainer leaves."""
-    share_gpus: bool = False
-    """Let trainer and workers use the same GPUs, as they always do if there is only one."""
+    """GPUs of all workers together, as above. Default: those that the trainer leaves. A GPU that both name is
+    shared."""
     mps: bool = False
     """Processes that share a GPU compute at the same time (NVIDIA MPS) in place of taking turns: faster, but an
     error of one on the GPU, or killing it, can end the others there, too."""
@@ -628,8 +619,6 @@ class JoinConfig(NodeConfig):
     """`inference` generates rollouts; `validator` audits those of others."""
     ticket: str = ""
     """The join ticket that the trainer printed, or a file or an https link that holds it."""
-    leases: Annotated[int, Field(ge=0)] = 0
-    """Most leases to hold at a time; 0: enough to keep the engine busy, and one in reserve."""
     limits: LimitsConfig = LimitsConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     environments: AllowedConfig = AllowedConfig()
     sandbox: WorkerSandboxConfig = WorkerSandboxConfig()

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from .base import BaseConfig
 from .paths import home_directory
-from .run import NodeConfig, Port, Positive, Seconds
+from .run import NodeConfig, Port, Seconds
 
 
 def is_loopback(host: str) -> bool:
@@ -40,8 +40,6 @@ class ApiConfig(BaseConfig):
     (Authorization: Bearer KEY)."""
     served_name: str = ""
     """Id of the model in requests and in /v1/models; default: model.name, or the run's name."""
-    max_inflight: Positive = 1024
-    """Most completions at once; further requests are refused (429)."""
     timeout_s: Seconds = 600.0
     """Timeout of one request (504)."""
     tool_call_parser: str = "auto"

@@ -81,8 +81,6 @@ class LossConfig(BaseConfig):
     echo_alpha: Annotated[float, Field(ge=0)] = 0.0
     """Beside any loss: factor of the cross entropy of the environment's tokens after the first reply (ECHO), as
     tool output and further turns of the user. 0: these are only read; prime-rl's `alpha` is 0.1."""
-    ref_kl_mask_low: Annotated[float, Field(gt=0)] = 0.2
-    """reverse_kl and its term: how far a token's probability may fall before it is left out."""
     custom: str = ""
     """custom: "package.module:function" of an installed package (training/losses.py)."""
     custom_args: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -297,10 +295,6 @@ class RowsConfig(BaseConfig):
     """Treatment of a row of more than training.seq_len tokens."""
     shuffle: bool = True
     """Shuffle anew every epoch, by `seed`."""
-    max_bad_rows: Fraction = 0.05
-    """Share of rows that may be unusable; with more the run ends."""
-    max_row_mib: Annotated[float, Field(gt=0, le=1024)] = 16.0
-    """Largest row, MiB; a larger one counts as unusable."""
 
 
 class MixedSftConfig(RowsConfig):

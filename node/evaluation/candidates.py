@@ -65,7 +65,7 @@ def candidates(config: EvalConfig) -> list[Candidate]:
     listed = [candidate(name, _resolve(name)) for name in config.models]
     if config.weights_dir is not None:
         if config.eval_base:
-            listed.append(candidate("base", _base(config, config.weights_dir)))
+            listed.append(candidate("base", _base(config.weights_dir)))
         listed.extend(_steps(config, config.weights_dir))
     names = [model.name for model in listed]
     for name in names:
@@ -114,17 +114,15 @@ def _resolve(name: str) -> Path:
     return huggingface.resolve(name)
 
 
-def _base(config: EvalConfig, weights_dir: Path) -> Path:
-    if config.base:
-        return _resolve(config.base)
+def _base(weights_dir: Path) -> Path:
     model = run_config(weights_dir).get("model") or {}
     own_model = weights_dir.absolute().parent / "model"
     if model.get("create") and (own_model / "config.json").is_file():
         return own_model
     if not model.get("name") or model.get("create"):
         raise UsageError(
-            f"{weights_dir.parent} does not say which model its run began with: give it as --base, or set "
-            "--no-eval-base"
+            f"{weights_dir.parent} does not say which model its run began with: set --no-eval-base, and give "
+            "it as --models"
         )
     return _resolve(model["name"])
 

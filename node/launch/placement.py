@@ -56,16 +56,16 @@ class GpuSplit:
         parts = [part for part in (self._trainer, self._inference) if isinstance(part, tuple)]
         named = {name for part in parts for name in part}
         free = [name for name in self._gpus if name not in named]
-        others = self._inference if isinstance(self._inference, tuple) else ()
-        trainer = self._take("trainer-gpus", self._trainer, free, others)
+        trainer = self._take("trainer-gpus", self._trainer, free)
         free = [name for name in free if name not in trainer]
-        if self._inference is None:
-            inference = tuple(free) or self._shared(trainer)
-        else:
-            inference = self._take("inference-gpus", self._inference, free, trainer)
-        if both := set(trainer) & set(inference):
-            self._may_share(sorted(both))
-        return trainer, inference
+        if self._inference is not None:
+            return trainer, self._take("inference-gpus", self._inference, free)
+        if not free and len(self._gpus) > 1:
+            raise UsageError(
+                f"the trainer takes all {len(self._gpus)} visible GPUs and leaves none to the workers: "
+                "lower --trainer-gpus, or name those to share in --inference-gpus"
+            )
+        return trainer, tuple(free) or trainer
 
     def _trainer_count(self) -> int:
         fsdp = self._config.training.backend == "fsdp"
@@ -81,34 +81,15 @@ class GpuSplit:
         inference = self._inference if isinstance(self._inference, int) else len(self._inference)
         return max(1, len(self._gpus) - inference)
 
-    def _take(self, option: str, request: "int | Names", free: list[str], other: Names) -> Names:
+    def _take(self, option: str, request: "int | Names", free: list[str]) -> Names:
         if isinstance(request, tuple):
             return request
-        if request > len(free) and self._launch.share_gpus:
-            free = [*free, *reversed(other)]
         if request > len(free):
             raise UsageError(
                 f"--{option} {request}: {len(self._gpus)} visible, {len(free)} of them free: ask for "
-                "fewer, show more in CUDA_VISIBLE_DEVICES, or say --launch.share-gpus to let trainer and "
-                "workers have the same ones"
+                "fewer, show more in CUDA_VISIBLE_DEVICES, or name the same ones for both to share"
             )
         return tuple(free[:request])
-
-    def _shared(self, trainer: Names) -> Names:
-        if len(self._gpus) > 1 and not self._launch.share_gpus:
-            raise UsageError(
-                f"the trainer takes all {len(self._gpus)} visible GPUs and leaves none to the workers: "
-                "lower --trainer-gpus, or say --launch.share-gpus"
-            )
-        return trainer
-
-    def _may_share(self, both: list[str]) -> None:
-        alone = len(self._gpus) == 1 and not self._launch.inference_gpus
-        if not alone and not self._launch.share_gpus:
-            raise UsageError(
-                f"GPU {','.join(both)} is given to the trainer and to the workers: name others, or say "
-                "--launch.share-gpus if that is meant"
-            )
 
 
 def _ask(option: str, text: str, gpus: Names) -> "int | Names | None":

@@ -20,7 +20,7 @@ from ...protocol.manifests import (
     check_sizes,
     encode,
 )
-from ...protocol.version import MAX_CHUNK, MIB
+from ...protocol.version import MAX_CHUNK
 from ..config.training import LoraConfig
 from ..errors import BAD_FILE, EngineError
 from ..storage.chunk_store import Store, read_chunk
@@ -35,9 +35,7 @@ FILE = "model.safetensors"
 MAX_THREADS = 16
 
 
-def publish(
-    config: LoraConfig, store: Store, model_dir: Path, chunk_mib: float
-) -> tuple[bytes, AdapterContract]:
+def publish(config: LoraConfig, store: Store, model_dir: Path) -> tuple[bytes, AdapterContract]:
     """Put the weights of a model, in bf16, into the store: their state digest, and how workers find them.
 
     Raises EngineError if the model cannot have these adapters, StorageError.
@@ -50,7 +48,7 @@ def publish(
     adapter_shapes({name: tensor.shape for name, tensor in state.items()}, config)
     policy = prove(0, state, threads=_threads())
     payload = encode_full(state, threads=_threads())
-    chunks = [ChunkRef(store.put(part), len(part)) for part in cut(payload, int(chunk_mib * MIB))]
+    chunks = [ChunkRef(store.put(part), len(part)) for part in cut(payload)]
     size = sum(chunk.size for chunk in chunks)
     snapshot = Artifact("anchor", -1, NO_DIGEST, CODEC, size, tuple(chunks))
     table = PolicyManifest(NO_DIGEST, 0, policy.digest, tensor_table(policy), (snapshot,))

@@ -267,20 +267,17 @@ class _Started(Protocol):
 
 
 class Libp2pDiscovery:
-    """Discovery by libp2p, in a thread of its own: bootstrap peers, Kademlia, GossipSub, mDNS.
+    """Discovery by libp2p, in a thread of its own: bootstrap peers, Kademlia, GossipSub.
 
     If the library fails, a new session starts after a pause, on the same port.
     """
 
-    def __init__(
-        self, key: SecretKey, *, run_id: bytes, host: str, port: int, mdns: bool = False
-    ) -> None:
+    def __init__(self, key: SecretKey, *, run_id: bytes, host: str, port: int) -> None:
         self.gate = GossipFilter()
         self._key = key
         self._run = run_id.hex()
         self._host = host
         self._port = port
-        self._mdns = mdns
         self._facts: EventQueue[GossipFact] = EventQueue(FACT_QUEUE)
         self._thread = TrioThread("libp2p")
         self._incoming = AcceptQueue(self._thread)
@@ -296,7 +293,7 @@ class Libp2pDiscovery:
         _quiet()
         check_free(self._host, port)
         session = Libp2pSession(self._key, self._run, self.gate, receive, self._incoming.take)
-        return session.open(self._host, port, mdns=self._mdns)
+        return session.open(self._host, port)
 
     @property
     def dropped_facts(self) -> int:
@@ -491,7 +488,7 @@ class Libp2pSession:
         self._take = take
 
     @asynccontextmanager
-    async def open(self, host: str, port: int, *, mdns: bool) -> "AsyncGenerator[Libp2pSession]":
+    async def open(self, host: str, port: int) -> "AsyncGenerator[Libp2pSession]":
         """Listen and run every service until the block is left."""
         from libp2p.custom_types import TProtocol
         from libp2p.tools.anyio_service import background_trio_service
@@ -506,8 +503,6 @@ class Libp2pSession:
                 await self._pubsub.wait_until_ready()
                 await self._pubsub.subscribe(self._topic)
                 self._note_addresses()
-                if mdns:
-                    stack.callback(_start_mdns(self._host, self._run))
                 yield self
         finally:
             # This cache keeps a thread of its own, which nothing in the library ever stops.
@@ -748,20 +743,6 @@ def _make_router() -> "GossipSub":
         spam_protection_enabled=False,
         eclipse_protection_enabled=False,
     )
-
-
-def _start_mdns(host: "IHost", run: str) -> Callable[[], None]:
-    """Announce us on the local network, to nodes of this run only; returns a function that stops it."""
-    from libp2p.discovery.mdns.mdns import create_mdns_discovery
-
-    network = host.get_network()
-    try:
-        mdns = create_mdns_discovery(network, private_network_fingerprint=run[:10], host=host)
-    except OSError as error:
-        logger.warning("mDNS is off, this machine has no multicast: %s", error)
-        return lambda: None
-    mdns.start()
-    return mdns.stop
 
 
 def _parse(bootstrap: Sequence[str]) -> "Iterator[PeerInfo]":

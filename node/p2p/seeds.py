@@ -18,7 +18,7 @@ from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 from ...protocol.errors import Reason
 from ...protocol.manifests import ChunkRef
 from ...protocol.version import KIB
-from ..errors import TicketError, UsageError
+from ..errors import TicketError
 from .chunk_client import ChunkSource
 from .limits import Pacer
 from .rpc import Refused, TooSlow
@@ -174,14 +174,11 @@ def read_most(path: Path, size: int) -> bytes:
 
 @asynccontextmanager
 async def open_seeds(
-    urls: Sequence[str], *, authority: Path | None = None, pacer: Pacer | None = None
+    urls: Sequence[str], *, pacer: Pacer | None = None
 ) -> AsyncGenerator[tuple[ChunkSource, ...]]:
     """Open one seed for each base URL; those on the web share a session that ends with the block, and `pacer`.
 
-    `authority`: a PEM file of certificates to trust beside the system's own.
-
-    Raises:
-        UsageError: `authority` cannot be read.
+    Their certificates are those that OpenSSL trusts; SSL_CERT_FILE names others.
     """
     named = list(zip(urls, _names(urls), strict=True))
     if all(_is_folder(url) for url in urls):
@@ -189,7 +186,7 @@ async def open_seeds(
         return
     from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
-    connector = TCPConnector(limit_per_host=CONNECTIONS_PER_SEED, ssl=_tls(authority))
+    connector = TCPConnector(limit_per_host=CONNECTIONS_PER_SEED, ssl=ssl.create_default_context())
     timeout = ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
     async with ClientSession(
         connector=connector,
@@ -225,6 +222,7 @@ async def fetch_text(link: str, most: int, *, deadline_s: float) -> str:
     from aiohttp import ClientConnectorError, ClientError, ClientSession, ClientTimeout
     from yarl import URL
 
+    trusted = ssl.create_default_context()
     try:
         async with (
             ClientSession(
@@ -233,7 +231,7 @@ async def fetch_text(link: str, most: int, *, deadline_s: float) -> str:
                 auto_decompress=False,
                 trust_env=True,  # a worker's owner may be behind a proxy
             ) as session,
-            session.get(URL(link, encoded=True), ssl=_tls(None), allow_redirects=False) as response,
+            session.get(URL(link, encoded=True), ssl=trusted, allow_redirects=False) as response,
         ):
             try:
                 return await _text_of(response, host, most)
@@ -276,15 +274,3 @@ def _host(url: str) -> str:
 
 def _is_folder(url: str) -> bool:
     return urlsplit(url).scheme == "file"
-
-
-def _tls(authority: Path | None) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if authority is not None:
-        try:
-            context.load_verify_locations(authority)
-        except OSError as error:  # ssl.SSLError is one
-            raise UsageError(
-                f"{authority}: no PEM certificates ({error}): see network.seed_ca"
-            ) from error
-    return context

@@ -142,7 +142,7 @@ MEANINGS: dict[Reason, Meaning] = {
         "the rollout came too late to be learned from",
         "anything about honesty; it does not lower trust",
         (
-            "the speed of this node against rollouts.lease_timeout_s; fewer leases at a time (--leases 1)",
+            "the speed of this node against rollouts.lease_timeout_s; a smaller --engine.max-batch",
             "how fast policy versions arrive here: `primerl-node status`",
         ),
     ),

@@ -46,7 +46,10 @@ logger = logging.getLogger(__name__)
 KINDS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 LINE = "line"
 """Name of the column that holds a row as JSON text."""
-MIB = 1 << 20
+MAX_BAD_ROWS = 0.05
+"""Share of rows that may be unusable; with more the run ends."""
+MAX_ROW = 16 << 20
+"""Largest row, bytes; a larger one counts as unusable."""
 MAX_LIST_BYTES = 2 << 30
 """Size limit of a .json list, which is read into memory once; larger data must be JSON lines."""
 TASKS_AT_ONCE = 32
@@ -280,6 +283,7 @@ class RowExamples:
         *,
         holdout: float = 0.0,
         held_out: bool = False,
+        max_row: int = MAX_ROW,
     ) -> None:
         """`holdout`: share of rows held out; `held_out`: give those rows and skip the others.
 
@@ -290,6 +294,7 @@ class RowExamples:
         self._tokenizer = tokenizer
         self._holdout = holdout
         self._held_out = held_out
+        self._max_row = max_row
         self._firsts = [0, *accumulate(len(table.rows) for table in self._tables)]
         if not self._tables:
             names = ", ".join(table.label for table in tables) or "nothing"
@@ -301,11 +306,11 @@ class RowExamples:
         return self._firsts[-1]
 
     def read(self, index: int) -> bytes:
-        """Read row number `index`. Raises BadRow if it is longer than data.max_row_mib."""
+        """Read row number `index`. Raises BadRow if it is longer than `max_row`."""
         table, inside = self._find(index)
         data = table.read(inside)
-        if len(data) > self._config.data.max_row_mib * MIB:
-            raise BadRow("too_big", f"the row has {len(data)} bytes: raise data.max_row_mib")
+        if len(data) > self._max_row:
+            raise BadRow("too_big", f"the row has {len(data)} bytes, more than {self._max_row}")
         return data
 
     def sample(self, index: int) -> Sample:
@@ -622,7 +627,6 @@ class BatchReader:
         self._examples = examples
         self._seed = config.seed
         self._shuffle = config.data.shuffle
-        self._max_bad_rows = config.data.max_bad_rows
         self._max_epochs = config.max_epochs
         """0: no limit."""
         self._order: Sequence[int] | NDArray[np.int64] = ()
@@ -686,10 +690,10 @@ class BatchReader:
         if cursor.bad <= LOGGED_BAD_ROWS:
             logger.warning("bad row %s: %s", where, error)
         known = min(self._examples.size or GRACE_ROWS, GRACE_ROWS)
-        if cursor.bad > self._max_bad_rows * max(cursor.rows, known):
+        if cursor.bad > MAX_BAD_ROWS * max(cursor.rows, known):
             raise RunFailed(
                 f"{cursor.bad} of {cursor.rows} rows are bad ({cursor.reasons()}), the last at {where}: "
-                f"{error}; repair the data, or raise data.max_bad_rows"
+                f"{error}; repair the data"
             )
 
     def _check_skipped(self, skipped: int, cursor: DataCursor) -> None:

@@ -34,7 +34,7 @@ from ..training.backend import Snapshot
 from ..weights.chain import VersionChain
 from ..weights.codec import CODEC, encode_full
 from ..weights.encoders import Encoders
-from ..weights.payload import Offsets, cut, layout_of, ordered
+from ..weights.payload import LARGEST_CHUNK, Offsets, cut, layout_of, ordered
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove, tensor_table
 from ..weights.state import Changed, State, WeightsError
 from ..weights.state_history import StateHistory, state_bytes
@@ -49,12 +49,15 @@ STORED_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class PublisherLimits:
-    """Ages of what is published, seconds."""
+    """Ages of what is published, seconds, and sizes of it."""
 
     keep_s: float = 60.0
     """A version can be fetched for so long at least, so that fetches in progress finish."""
     head_ttl_s: float = 86400.0
     """Age at which a chain head is no longer accepted."""
+    snapshot_interval: int = 10
+    """Most versions from one snapshot to the next; fewer once the deltas outweigh a snapshot."""
+    chunk_bytes: int = LARGEST_CHUNK
 
 
 class Publisher:
@@ -259,7 +262,7 @@ class Publisher:
 
     def _begin_snapshot(self) -> None:
         """Encode a snapshot of the newest version, if one is due, while later versions are published."""
-        policy, interval = self._policy, self._config.anchor_interval
+        policy, interval = self._policy, self._limits.snapshot_interval
         if self._snapshot is None and self._chain.needs_snapshot(policy.version, interval):
             self._snapshot = asyncio.create_task(asyncio.to_thread(self._encode_earlier, policy))
 
@@ -285,7 +288,7 @@ class Publisher:
         base_state: bytes,
     ) -> Artifact:
         offsets = Offsets(layout_of(state))
-        pieces = cut(offsets.watch(payload), int(self._config.chunk_mib * 2**20))
+        pieces = cut(offsets.watch(payload), self._limits.chunk_bytes)
         chunks = tuple(ordered(self._keep, ((piece,) for piece in pieces), STORED_AT_ONCE))
         return Artifact(
             kind=kind,

@@ -81,9 +81,7 @@ async def documents(
     if lora is None:
         base = await asyncio.to_thread(_base_digest, model_dir)
     else:
-        base, adapters = await asyncio.to_thread(
-            base_weights.publish, lora, store, model_dir, config.weights.chunk_mib
-        )
+        base, adapters = await asyncio.to_thread(base_weights.publish, lora, store, model_dir)
     contract = await asyncio.to_thread(_model_contract, config, files, base, model_dir)
     environments = await asyncio.to_thread(environment_contracts, config)
     longest = longest_sequence(config, position_count(model_dir))

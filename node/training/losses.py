@@ -155,6 +155,8 @@ M2_THRESHOLD = 0.04
 MAX_LOG_RATIO = 20.0
 """Clamp of log ratios. A ratio beyond e**20 is forged or comes from a broken sampler: the clamp keeps exp()
 finite and has gradient 0, so that such a token changes no weight. Honest tokens never come near."""
+REFERENCE_MASK_LOW = 0.2
+"""How far a token's probability may fall before the term of the reference leaves it out; prime-rl's."""
 HALVINGS = 50
 """Bisection steps: they shrink an interval of 800 below the spacing of float32 values near 1e-5."""
 
@@ -388,14 +390,14 @@ def _log_ratio_of(inputs: TokenInputs, level: str) -> Tensor:
 def reverse_kl(config: LossConfig, inputs: TokenInputs) -> TokenLoss:
     """Compute KL(pi || reference) as a policy gradient: prime-rl's `ref_kl_loss_fn`.
 
-        masked = d < -ref_kl_mask_low
+        masked = d < -0.2
         loss   = -[not masked] * (log reference - log pi) * r + kl_tau * (log r)**2
 
     On-policy distillation. The gap to the reference has no gradient: it replaces A, which is not read. The
     reference is the model that the run began with, the teacher named by `reference`, or the policy itself; with
     a `hint` it reads a demonstration first (OPSD, arXiv 2601.18734, 2601.19897; prime-rl's `opsd.py`).
     """
-    low = inputs.moved < -config.ref_kl_mask_low
+    low = inputs.moved < -REFERENCE_MASK_LOW
     values = _pull(config, inputs) + reference_term(config, inputs)
     return TokenLoss(values, masked_low=low, masked_high=torch.zeros_like(low))
 
@@ -405,7 +407,7 @@ def reference_term(config: LossConfig, inputs: TokenInputs) -> Tensor:
 
     Other losses add ref_kl_tau times this term. Raises ValueError without a reference.
     """
-    low = inputs.moved < -config.ref_kl_mask_low
+    low = inputs.moved < -REFERENCE_MASK_LOW
     return -(inputs.reference_gap * inputs.log_ratio.exp()).masked_fill(low, 0.0)
 
 

@@ -20,7 +20,7 @@ import msgspec
 from ...crypto.hashing import digest
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest, TensorInfo
 from ...protocol.recent import RecentDict
-from ...protocol.version import KIB, MAX_CHUNK
+from ...protocol.version import KIB, MAX_CHUNK, MIB
 from .blocks import BLOCK, SKIP, max_body, read_varint, varint
 from .state import BITS, CodecError, State, numel
 
@@ -28,6 +28,7 @@ MAGIC = b"PRLW"
 FULL, DELTA = 0, 1
 MAX_TENSOR_BYTES = 1 << 40
 
+LARGEST_CHUNK = 4 * MIB
 MIN_CHUNK = 128 * KIB
 """Below this the round trip costs more than the bytes."""
 CHUNK_SHARE = 64
@@ -216,7 +217,7 @@ def _regions(artifact: Artifact, count: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def cut(payload: Iterator[bytes], largest: int) -> Iterator[bytes]:
+def cut(payload: Iterator[bytes], largest: int = LARGEST_CHUNK) -> Iterator[bytes]:
     """Cut a payload into chunks of at most `largest` bytes, the first ones small; no empty chunk.
 
     A swarm spreads a version faster the more parts it has, so a small delta has parts to swap too. Equal

@@ -120,12 +120,10 @@ class InferenceRole:
         config: EngineConfig,
         environments: dict[int, Environment],
         verdicts: VerdictLog,
-        leases: int = 0,
     ) -> None:
-        """`leases`: most leases to hold at a time; 0 holds enough to keep the engine busy.
+        """`environments` are those available here, by their index in the run.
 
-        `environments` are those available here, by their index in the run; one that is given up while others
-        work is removed.
+        One that is given up while others work is removed.
         """
         self._services = services
         self._book = services.heads
@@ -136,7 +134,6 @@ class InferenceRole:
         self._numerics: NumericsClass | None = None
         """Numerics class of this node, sent in runs that measure bounds for each class."""
         self.verdicts = verdicts
-        self._max_leases = leases
         self._told = ""
         """What the trainer knows of services.paused()."""
         self._catch_up = (0, NOTHING)
@@ -292,8 +289,6 @@ class InferenceRole:
         """Count the leases to ask for: enough to fill the engine, and one in reserve."""
         if self._weights.version < 0:
             return 0
-        if self._max_leases:
-            return max(0, self._max_leases - len(self._active))
         if not self._per_lease:
             return 0 if self._active else 1
         room = self._admission.cap + self._per_lease - sum(self._active.values())

@@ -586,8 +586,6 @@ def judge(rows: Sequence[Row], threads: int) -> list[Goal]:
 
 # -- stages of a version ------------------------------------------------------------------------------
 
-CHUNK = 4 << 20
-"""weights.chunk_mib."""
 STAGE_RATES = (1e-6, 3e-6, 1e-5)
 ANNOUNCED_S, LOADED_S = 0.25, 0.2
 """Goals for both halves of the way, on a host with a GPU; these stages are not all of it."""
@@ -655,12 +653,12 @@ def adam_step(
 def stages_of(base: Policy, new: Policy, changed: Changed, directory: Path) -> dict[str, Stage]:
     """Return each stage, in order."""
     known = {name: positions for name, positions in changed.items() if positions is not None}
-    chunks = list(cut(encode_delta(base.state, new.state, changed=changed), CHUNK))
+    chunks = list(cut(encode_delta(base.state, new.state, changed=changed)))
     manifest, artifact = _manifest(new, "delta", base, chunks)
     numbers = iter(range(10**6))
 
     def encode(threads: int, encoders: Encoders) -> object:
-        return list(cut(encoders.encode_delta(base.state, new.state, known), CHUNK))
+        return list(cut(encoders.encode_delta(base.state, new.state, known)))
 
     def store(threads: int, _: Encoders) -> object:
         files = FileStore(directory / f"{next(numbers)}", max_bytes=1 << 40)

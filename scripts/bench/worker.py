@@ -116,7 +116,6 @@ def run_settings(options: argparse.Namespace, directory: Path) -> dict[str, Any]
         # rewards of random weights are all 0: every batch makes a version nevertheless
         "training": {"seq_len": options.length, "filter_zero_advantages": False},
         "verification": {"audit_rate": 0.0, "bounds": "built-in"},
-        "weights": {"anchor_interval": 1_000_000},
         "checkpoint": {"interval": 1_000_000},
         "evaluation": {"prompts": 0},
     }

@@ -19,7 +19,8 @@ async def siege(
     directory = tmp_path_factory.mktemp("siege")
     async with Swarm(directory, model_dir, max_steps=3, rollouts=rollouts) as swarm:
         await swarm.start_trainer()
-        swarm.add_worker("honest", leases=2)  # it leaves few tasks to be leased again
+        # it leaves few tasks to be leased again
+        swarm.add_worker("honest", engine_section={"max_batch": 4})
         await swarm.wait_step(1)
         await swarm.stop_worker("honest")
         yield swarm

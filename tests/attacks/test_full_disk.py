@@ -112,7 +112,7 @@ async def test_a_worker_without_room_for_the_model_says_so_and_ends(
 async def test_a_worker_whose_store_fills_up_drops_old_versions_and_follows_on(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    swarm = Swarm(tmp_path, model_dir, max_steps=12, weights={"anchor_interval": 2})
+    swarm = Swarm(tmp_path, model_dir, max_steps=12)
     swarm.fakes.words = 20_000
     async with swarm:
         await swarm.start_trainer()

@@ -72,7 +72,7 @@ async def test_a_paused_worker_finishes_what_it_holds_keeps_its_place_and_goes_o
     async with Swarm(tmp_path, model_dir, fakes=fakes, rollouts=ROLLOUTS, max_steps=6) as swarm:
         await swarm.start_trainer()
         engine = HeldEngine(fakes, "w")
-        worker = swarm.add_worker("w", engine=engine, leases=1)
+        worker = swarm.add_worker("w", engine=engine)
         await until(lambda: engine.waiting > 0)
         answer = await tell(worker, "pause")
         assert (answer["paused"], answer["held"]) == ("by its owner", 1)

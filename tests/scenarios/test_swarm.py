@@ -256,13 +256,11 @@ async def test_every_worker_loads_exactly_what_was_signed_and_generates_with_not
 
 
 async def two_workers(
-    tmp_path: Path, model_dir: Path, chunk_mib: float
+    tmp_path: Path, model_dir: Path, words: int
 ) -> tuple[Running, Running, dict[str, dict[str, int]]]:
     """A run with a worker, and one that came when the first had weights: chunk bytes by receiver and source."""
-    fakes = Fakes(words=40_000, pause=hesitant(1, 0.01))
-    async with Swarm(
-        tmp_path, model_dir, fakes=fakes, max_steps=8, weights={"chunk_mib": chunk_mib}
-    ) as swarm:
+    fakes = Fakes(words=words, pause=hesitant(1, 0.01))
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=8) as swarm:
         await swarm.start_trainer()
         first = swarm.add_worker("first")
         await until(lambda: bool(fakes.loads("first")))
@@ -275,7 +273,7 @@ async def two_workers(
 async def test_the_second_worker_fetches_most_weights_from_the_first(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    first, second, by_worker = await two_workers(tmp_path, model_dir, chunk_mib=1.0)
+    first, second, by_worker = await two_workers(tmp_path, model_dir, words=40_000)
     sources = by_worker[short(second.node_id)]
     assert sources[short(first.node_id)] > 2 * sources["trainer"]
     last = json.loads((second.data_dir / "last_status.json").read_text())
@@ -285,7 +283,7 @@ async def test_the_second_worker_fetches_most_weights_from_the_first(
 async def test_of_many_chunks_the_trainer_sends_each_about_once_to_two_workers(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    first, second, by_worker = await two_workers(tmp_path, model_dir, chunk_mib=0.003)
+    first, second, by_worker = await two_workers(tmp_path, model_dir, words=700_000)
     everything = sum(by_worker[short(second.node_id)].values())
     from_trainer = sum(by_worker[short(one.node_id)]["trainer"] for one in (first, second))
     assert from_trainer <= 1.5 * everything

@@ -63,7 +63,7 @@ async def test_groups_of_equal_rewards_are_named_while_they_gather_and_when_batc
     fakes = Fakes(reply=never_right, pause=pause)
     async with Swarm(tmp_path, model_dir, fakes=fakes, rollouts=PATIENT) as swarm:
         await swarm.start_trainer()
-        swarm.add_worker("w", leases=1)
+        swarm.add_worker("w", engine_section={"max_batch": 4})
         said = await says(swarm.trainer, "of equal rewards (0.00)")
         assert "of 4 groups are in, all" in said
         slow.set()

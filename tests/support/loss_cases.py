@@ -241,12 +241,12 @@ def masked_by_product(given: Tokens) -> tuple[Column, Column]:
 
 def _reference(given: Tokens) -> Column:
     gap = np.log(given.reference / given.pi)
-    kept = given.pi - given.mu >= -0.15
+    kept = given.pi - given.mu >= -0.2
     return -np.where(kept, gap * given.pi / given.mu, 0.0)
 
 
 def reverse_kl(given: Tokens) -> tuple[Column, Column]:
-    """kl_tau 0.005, mask 0.15."""
+    """kl_tau 0.005, mask 0.2."""
     value, slope = _pull(given, 0.005)
     term = _reference(given)
     return value + term, slope + term
@@ -282,12 +282,10 @@ CASES = [
         LossConfig(type="gspo", clip_low=0.1, clip_high=0.15, clip_ratio_max=2.0),
         gspo,
     ),
-    Case(
-        "reverse_kl", LossConfig(type="reverse_kl", kl_tau=0.005, ref_kl_mask_low=0.15), reverse_kl
-    ),
+    Case("reverse_kl", LossConfig(type="reverse_kl", kl_tau=0.005), reverse_kl),
     Case(
         "dppo_kl+ref",
-        DPPO.model_copy(update={"ref_kl_tau": 0.3, "ref_kl_mask_low": 0.15}),
+        DPPO.model_copy(update={"ref_kl_tau": 0.3}),
         dppo_with_reference,
     ),
     Case("tis", REINFORCE.model_copy(update={"importance_max": 1.1}), truncated),

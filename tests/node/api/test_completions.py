@@ -359,7 +359,7 @@ THINKING = (
 async def idle(model_dir: Path) -> AsyncIterator[Client]:
     """A client of an idle engine."""
     engine = SayingEngine()
-    async with api(engine, model_dir, max_inflight=6, limits=ApiLimits(max_choices=8)) as client:
+    async with api(engine, model_dir, limits=ApiLimits(max_inflight=6, max_choices=8)) as client:
         yield client
     assert engine.requests == []
 

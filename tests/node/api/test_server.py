@@ -135,7 +135,7 @@ class HeldEngine(SayingEngine):
 
 async def test_requests_beyond_the_queue_are_refused_as_busy(model_dir: Path) -> None:
     engine = HeldEngine("ok")
-    async with api(engine, model_dir, max_inflight=3) as client:
+    async with api(engine, model_dir, limits=ApiLimits(max_inflight=3)) as client:
         first = asyncio.create_task(client.complete(n=2))
         await until(lambda: len(engine.requests) == 2)
         refused = await client.complete(n=2)

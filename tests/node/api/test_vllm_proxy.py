@@ -172,7 +172,9 @@ async def test_the_checks_come_before_vllm(
 async def test_room_is_counted_while_vllm_answers(
     upstream: ScriptedUpstream, model_dir: Path
 ) -> None:
-    async with api(SayingEngine(), model_dir, proxied=upstream, max_inflight=3) as client:
+    async with api(
+        SayingEngine(), model_dir, proxied=upstream, limits=ApiLimits(max_inflight=3)
+    ) as client:
         first = asyncio.create_task(client.chat(n=3, do="hang"))
         await until(lambda: bool(upstream.asked))
         assert (await client.chat()).status == 429

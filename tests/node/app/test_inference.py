@@ -17,8 +17,9 @@ from support.waiting import until
 from support.witness import Fakes, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
+from primerl.node.api.server import ApiLimits
 from primerl.node.app.factories import Factories
-from primerl.node.app.inference import FollowedPolicy, OwnPolicy, bounded
+from primerl.node.app.inference import FollowedPolicy, OwnPolicy, api_limits
 from primerl.node.app.running_node import Node
 from primerl.node.config.run import EngineConfig
 from primerl.node.config.serving import ServeConfig
@@ -198,10 +199,9 @@ async def test_a_port_that_is_taken_ends_the_node_before_anything_is_loaded(
             await OwnPolicy(taken, key(), Announced()).run()
 
 
-def test_the_api_takes_no_more_than_the_engine_lets_wait(tmp_path: Path) -> None:
-    small = serve_config(tmp_path, engine={"max_batch": 2})
-    assert bounded(small).max_inflight == 32
-    assert bounded(serve_config(tmp_path, engine={"max_batch": 2, "type": "vllm"})) == small.api
+def test_the_api_takes_no_more_than_the_engine_lets_wait() -> None:
+    assert api_limits(EngineConfig(max_batch=2)).max_inflight == 32
+    assert api_limits(EngineConfig(max_batch=2, type="vllm")) == ApiLimits()
 
 
 async def test_what_is_no_model_is_said(tmp_path: Path) -> None:

@@ -116,13 +116,10 @@ def test_memory_is_divided_only_where_gpus_are_shared_and_nothing_was_said() -> 
     assert placed("--engine vllm --engine.vllm.kv-cache-memory-bytes 99", ("0",)).memory is None
 
 
-def test_sharing_is_configured_explicitly_where_there_are_several_gpus() -> None:
-    share = "--launch.share-gpus --engine vllm"
-    assert seen(placed(f"-t 0,1 -i 1,2 {share}")) == ("0,1", ["1", "2"])
-    assert seen(placed(f"-t 2 {share}", ("0", "1"))) == ("0,1", ["0", "1"])
-    assert seen(placed(f"-t 2 -i 2 {share}", ("0", "1", "2"))) == ("0,1", ["2", "1"])
-    assert seen(placed(f"-t 2 -i 0,1 {share}", ("0", "1"))) == ("1,0", ["0", "1"])
-    assert seen(placed(f"-t 1 -i 1 {share}", ("0",))) == ("0", ["0"])
+def test_gpus_that_both_options_name_are_shared() -> None:
+    assert seen(placed("-t 0,1 -i 1,2 --engine vllm")) == ("0,1", ["1", "2"])
+    assert seen(placed("-t 0,1 -i 0,1 --engine vllm", ("0", "1"))) == ("0,1", ["0", "1"])
+    assert seen(placed("-t 0, -i 0, --engine vllm", ("0",))) == ("0", ["0"])
 
 
 def test_a_trainer_of_several_gpus_becomes_ranks() -> None:
@@ -145,8 +142,8 @@ def test_a_trainer_of_several_gpus_becomes_ranks() -> None:
         ("-t 6 -i 3", EIGHT, "--inference-gpus 3: 8 visible, 2 of them free"),
         ("-t 9", EIGHT, "--trainer-gpus 9: 8 visible, 8 of them free"),
         ("-t 8", EIGHT, "takes all 8 visible GPUs"),
-        ("-t 1 -i 1", ("0",), "say --launch.share-gpus"),
-        ("-t 0,1 -i 1,2", EIGHT, "GPU 1 is given to the trainer and to the workers"),
+        ("-t 1 -i 1", ("0",), "or name the same ones for both to share"),
+        ("-t 2 -i 0,1", ("0", "1"), "--trainer-gpus 2: 2 visible, 0 of them free"),
         ("-t 0,1,0", EIGHT, "names a GPU twice"),
         ("-t 0,8", EIGHT, r"no GPU 8 among the visible ones \(0, 1, .*from 0 to 7"),
         ("-t GPU-ff", ("GPU-aa", "GPU-bb"), "no GPU GPU-ff among"),

@@ -29,7 +29,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def published(model_dir: Path) -> tuple[RunManifest, MemoryStore]:
     store = MemoryStore(max_bytes=2**30)
-    state, contract = base_weights.publish(CONFIG, store, model_dir, 1.0)
+    state, contract = base_weights.publish(CONFIG, store, model_dir)
     model = msgspec.structs.replace(ADAPTED.model, base_state=state)
     return msgspec.structs.replace(ADAPTED, model=model, adapters=contract), store
 
@@ -91,7 +91,7 @@ def test_a_model_that_cannot_have_the_adapters_is_refused_before_a_run_begins(
 ) -> None:
     wrong = CONFIG.model_copy(update={"target_modules": ("qkv_proj",)})
     with pytest.raises(EngineError, match="no layers qkv_proj"):
-        base_weights.publish(wrong, MemoryStore(max_bytes=2**30), model_dir, 1.0)
+        base_weights.publish(wrong, MemoryStore(max_bytes=2**30), model_dir)
 
 
 def test_tables_that_make_no_sense_are_refused_unread(model_dir: Path) -> None:

@@ -47,8 +47,7 @@ TOKENIZER: Any = None
 
 def examples(*paths: Path, limit: int = 1000) -> RowExamples:
     tables = [read_file(path, path.parent / "cache") for path in paths]
-    config = SftConfig.model_validate({"data": {"max_row_mib": limit / (1 << 20)}})
-    return RowExamples(config, tables, TOKENIZER)
+    return RowExamples(SftConfig(), tables, TOKENIZER, max_row=limit)
 
 
 def rows_of(table: Table) -> list[Any]:
@@ -292,17 +291,15 @@ def test_rows_have_the_date_that_training_began_with(tmp_path: Path) -> None:
 
 
 def test_blank_lines_and_bad_rows_cost_themselves(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [*pairs(5), {"prompt": 1}])
+    path = write_rows(tmp_path / "a.jsonl", [*pairs(20), {"prompt": 1}])
     path.write_text(path.read_text().replace("\n", "\n \n"))
-    config = SftConfig.model_validate(
-        {"data": {"files": [str(path)], "max_bad_rows": 1}, "max_epochs": 1}
-    )
+    config = SftConfig.model_validate({"data": {"files": [str(path)]}, "max_epochs": 1})
     huggingface.create(tmp_path / "model", TINY, seed=0)
     data = open_rows(config, tmp_path / "model", tmp_path / "cache")
     batch = BatchReader(data.training, config).batch(DataCursor(), size=99)
-    assert len(batch.samples) == 5
+    assert len(batch.samples) == 20
     assert batch.cursor.skipped == {"fields": 1}
-    assert batch.cursor.rows == 6
+    assert batch.cursor.rows == 21
 
 
 class Numbers:
@@ -385,9 +382,9 @@ def test_batches_walk_through_the_epochs_without_loss() -> None:
 
 
 def test_a_cursor_alone_says_what_comes_next() -> None:
-    read = reader(Numbers(11, bad=frozenset({4})), max_bad_rows=1)
+    read = reader(Numbers(22, bad=frozenset({4})))
     first = read.batch(DataCursor(), size=7)
-    again = reader(Numbers(11, bad=frozenset({4})), max_bad_rows=1)
+    again = reader(Numbers(22, bad=frozenset({4})))
     read.batch(first.cursor, size=20)  # a reader that has gone on is no other one
     assert again.batch(first.cursor, size=7) == read.batch(first.cursor, size=7)
 

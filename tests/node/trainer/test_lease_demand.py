@@ -29,20 +29,18 @@ class Valve:
 
 
 @pytest.mark.parametrize(
-    ("section", "told", "leases", "inflight"),
+    ("section", "leases", "inflight"),
     [
-        ({"max_batch": 8}, 0, 3, 8),
-        ({"max_batch": 6}, 0, 3, 6),
-        ({"max_batch": 6, "dp": 2}, 0, 4, 12),
-        ({}, 2, 2, 8),
+        ({"max_batch": 8}, 3, 8),
+        ({"max_batch": 6}, 3, 6),
+        ({"max_batch": 6, "dp": 2}, 4, 12),
     ],
-    ids=["another batch", "what it batches", "two engines", "told"],
+    ids=["another batch", "what it batches", "two engines"],
 )
 async def test_a_worker_holds_what_its_engine_can_do_and_one_lease_more(
     tmp_path: Path,
     model_dir: Path,
     section: dict[str, Any],
-    told: int,
     leases: int,
     inflight: int,
 ) -> None:
@@ -51,7 +49,7 @@ async def test_a_worker_holds_what_its_engine_can_do_and_one_lease_more(
     engine = WitnessEngine(fakes, "w1")
     async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=2, rollouts=ROLLOUTS) as swarm:
         await swarm.start_trainer()
-        worker = swarm.add_worker("w1", engine=engine, engine_section=section, leases=told)
+        worker = swarm.add_worker("w1", engine=engine, engine_section=section)
         await swarm.wait_step(1)  # it is trusted now
         valve.shut = True
         seen: list[tuple[int, int]] = []

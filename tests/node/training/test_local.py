@@ -221,7 +221,7 @@ def teacher_of(directory: Path, **shape: int) -> Path:
 
 
 def distilling(teacher: Path | None) -> TrainingConfig:
-    loss = LossConfig(type="reverse_kl", reference=teacher, ref_kl_mask_low=1.0, kl_tau=0.0)
+    loss = LossConfig(type="reverse_kl", reference=teacher, kl_tau=0.0)
     return FAST.model_copy(update={"loss": loss})
 
 
@@ -292,7 +292,7 @@ HINT = [40, 41, 42]
 
 def hinted(teacher: Path | None = None, **fields: object) -> TrainingConfig:
     whom = {"reference": teacher} if teacher else {"teacher": "policy"}
-    loss = {"type": "reverse_kl", "hint": "{demonstration}", "ref_kl_mask_low": 1.0, "kl_tau": 0.0}
+    loss = {"type": "reverse_kl", "hint": "{demonstration}", "kl_tau": 0.0}
     return FAST.model_copy(update={"loss": LossConfig.model_validate(loss | whom | fields)})
 
 

@@ -528,9 +528,9 @@ def test_a_loss_of_ones_own_is_divided_and_measured_like_any(package: str) -> No
 def test_a_loss_of_ones_own_takes_the_reference_term(package: str) -> None:
     given = loss_cases.tokens()
     plain = custom(f"{package}:reinforce")
-    both = plain.model_copy(update={"ref_kl_tau": 0.5, "ref_kl_mask_low": 0.15})
+    both = plain.model_copy(update={"ref_kl_tau": 0.5})
     term = policy_loss(both, given.inputs(), 15)[0] - policy_loss(plain, given.inputs(), 15)[0]
-    kl = LossConfig(type="reverse_kl", kl_tau=0.0, ref_kl_mask_low=0.15)
+    kl = LossConfig(type="reverse_kl", kl_tau=0.0)
     expected = policy_loss(kl, given.inputs(), 15)[0].item()
     assert term.item() == pytest.approx(0.5 * expected, rel=1e-9)
 

@@ -44,8 +44,9 @@ class Kept:
         *,
         is_slow: bool = False,
         store: MemoryStore | None = None,
+        **limits: int,
     ) -> None:
-        """`is_slow`: versions are published without waiting for snapshots."""
+        """`is_slow`: versions are published without waiting for snapshots; `limits`: of PublisherLimits."""
         self._is_slow = is_slow
         self.ledger = Ledger(directory / "ledger.db", fsync=False)
         self.book = HeadStore(TrustedRun(RUN, KEY.node_id), self.ledger)
@@ -63,7 +64,7 @@ class Kept:
                 keep_chunks=self.pinned,
             ),
             keep_states=2,
-            limits=PublisherLimits(keep_s=0.0),
+            limits=PublisherLimits(keep_s=0.0, **limits),
         )
 
     async def publish(self, version: int, share: float) -> None:
@@ -104,8 +105,8 @@ def test_every_version_that_is_promised_can_be_reached_from_nothing_and_from_any
     """Dense deltas outweigh snapshots, sparse ones do not."""
 
     async def live(directory: Path) -> None:
-        config = WeightsConfig(keep_versions=keep, anchor_interval=interval)
-        kept = Kept(directory, config, is_slow=is_slow)
+        config = WeightsConfig(keep_versions=keep)
+        kept = Kept(directory, config, is_slow=is_slow, snapshot_interval=interval)
         for version in range(versions):
             await kept.publish(version, share)
             promised = range(max(0, version - keep + 1), version + 1)
@@ -138,7 +139,7 @@ class WaitsForTheNext(MemoryStore):
 
 
 async def test_chunks_are_stored_side_by_side_and_listed_in_their_order(tmp_path: Path) -> None:
-    kept = Kept(tmp_path, WeightsConfig(chunk_mib=0.001), store=WaitsForTheNext())
+    kept = Kept(tmp_path, WeightsConfig(), store=WaitsForTheNext(), chunk_bytes=1000)
     await kept.publish(0, 0.1)
     head = kept.book.latest()
     assert head is not None
@@ -162,8 +163,8 @@ async def test_snapshots_come_by_interval_and_when_the_deltas_outweigh_the_last(
 ) -> None:
     snapshots: dict[float, list[int]] = {}
     for share, interval in ((0.01, 8), (0.9, 100)):
-        config = WeightsConfig(keep_versions=100, anchor_interval=interval)
-        kept = Kept(tmp_path / str(share), config)
+        config = WeightsConfig(keep_versions=100)
+        kept = Kept(tmp_path / str(share), config, snapshot_interval=interval)
         for version in range(17):
             await kept.publish(version, share)
         manifests = [kept.book.manifest(head) for head in kept.book.held()]
@@ -180,8 +181,7 @@ async def test_snapshots_come_by_interval_and_when_the_deltas_outweigh_the_last(
 
 
 async def test_a_long_run_needs_no_more_room_than_what_it_keeps(tmp_path: Path) -> None:
-    config = WeightsConfig(keep_versions=4, anchor_interval=5)
-    kept = Kept(tmp_path, config)
+    kept = Kept(tmp_path, WeightsConfig(keep_versions=4), snapshot_interval=5)
     sizes: list[int] = []
     for version in range(60):
         await kept.publish(version, 0.05)
@@ -195,8 +195,8 @@ async def test_a_long_run_needs_no_more_room_than_what_it_keeps(tmp_path: Path) 
 async def test_a_quota_that_is_reached_publishes_nothing_and_leaves_the_rest_whole(
     tmp_path: Path,
 ) -> None:
-    config = WeightsConfig(keep_versions=50, anchor_interval=50)
-    kept = Kept(tmp_path, config, max_bytes=20_000)
+    config = WeightsConfig(keep_versions=50)
+    kept = Kept(tmp_path, config, max_bytes=20_000, snapshot_interval=50)
 
     async def fill() -> None:
         for version in range(100):
