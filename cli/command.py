@@ -502,7 +502,7 @@ FREQUENT = {
     "rl": "name max_steps seed model.name environment.id training.lr launch.workers engine.type resume clean",
     "train": "name max_steps seed model.name environment.id training.lr rollouts.group_size network.port "
     "resume clean",
-    "join": "engine.type engine.device limits.hours limits.when limits.upload weights.max_disk_gib leases",
+    "join": "engine.type engine.device limits.hours limits.when limits.upload weights.max_disk_gib",
     "judge": "name model.name engine.type engine.dtype max_tokens api.port network.port",
     "sft": "name model.name data.files training.lr training.seq_len max_steps resume clean",
     "eval": "name models environments engine.type",
