@@ -8,13 +8,14 @@ score() plays again with the replies that a rollout recorded.
 import asyncio
 import gc
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...protocol.recent import RecentDict
 from ..config.run import EnvironmentConfig
@@ -281,14 +282,14 @@ def _import_player() -> None:
         return
     gc.disable()
     try:
-        with _without_anthropic():
+        with _without_unused_packages():
             import_module(".playing", __package__)
     finally:
         gc.freeze()  # modules stay
         gc.enable()
 
 
-class Unspoken(ModuleType):
+class UnusedPackage(ModuleType):
     """Package with an empty class under every name that is imported from it."""
 
     def __init__(self, name: str) -> None:
@@ -301,17 +302,54 @@ class Unspoken(ModuleType):
         return type(name, (), {})
 
 
-@contextmanager
-def _without_anthropic() -> Generator[None]:
-    """Import verifiers in the block without its client of Anthropic, a third of the time and 50 MB.
+class DeferredPackage(ModuleType):
+    """Package whose functions import it when one of them is called first."""
 
-    It takes two types from there, for a wire format that no node speaks. A taskset that imports the package
-    itself gets it.
-    """
-    names = () if "anthropic" in sys.modules else ("anthropic", "anthropic.types")
-    sys.modules.update({name: Unspoken(name) for name in names})
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            return getattr(import_module(self.__name__), name)(*arguments, **named)
+
+        return call
+
+
+UNUSED = ("anthropic", "anthropic.types", "mcp", "mcp.server", "mcp.server.mcpserver", "mcp.types")
+"""verifiers takes types from these for a wire format that no node speaks, and for its own tasksets, which no
+node plays. tools.py, or a taskset that imports them itself, gets the packages."""
+SCORES = "math_verify"
+"""Loads sympy, which only mathematical rewards need."""
+
+
+@contextmanager
+def _without_unused_packages() -> Generator[None]:
+    """Import verifiers in the block without packages that few tasksets use: two thirds of its time."""
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    stubs: dict[str, ModuleType] = {
+        name: UnusedPackage(name) for name in UNUSED if name.partition(".")[0] not in loaded
+    }
+    errors = f"{SCORES}.errors"
+    if SCORES not in loaded and (module := _errors_of(SCORES)) is not None:
+        stubs[SCORES] = DeferredPackage(SCORES)
+        sys.modules[errors] = module  # stays: an except clause names its class
+    sys.modules.update(stubs)
     try:
         yield
     finally:
-        for name in names:
+        for name in stubs:
             del sys.modules[name]
+
+
+def _errors_of(package: str) -> ModuleType | None:
+    """Load errors.py of a package without the package; None if it has none."""
+    there = find_spec(package)
+    if there is None or there.origin is None:
+        return None
+    path = Path(there.origin).with_name("errors.py")
+    spec = spec_from_file_location(f"{package}.errors", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        return None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

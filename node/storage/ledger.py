@@ -195,13 +195,14 @@ class Ledger:
         try:
             _check_integrity(path, self._db)
             (shrinks,) = self._db.execute("PRAGMA auto_vacuum").fetchone()
+            (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            _set_durability(self._db, fsync)
             self._db.execute("PRAGMA auto_vacuum=INCREMENTAL")  # before the first table
             self._db.execute("PRAGMA journal_mode=WAL")
-            _set_durability(self._db, fsync)
-            self._db.executescript(SCHEMA)
+            self._db.executescript(f"BEGIN; {SCHEMA} COMMIT")
             self._check_format(path)
-            self._db.executescript(INDICES)
-            if not shrinks:
+            self._db.executescript(f"BEGIN; {INDICES} COMMIT")
+            if tables and not shrinks:
                 self._db.execute("VACUUM")  # an older ledger shrinks from now on
         except sqlite3.OperationalError as error:
             raise _cannot_open(path, error) from error

@@ -294,7 +294,7 @@ class Swarm:
                     return self.trainer.task.result()
                 if (await self.trainer.status())["version"] >= step:
                     return
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)  # a status costs milliseconds
 
     async def finished(self, timeout: float = 100.0) -> dict[str, Any]:
         """Wait for the end of the run; return its summary."""
