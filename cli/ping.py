@@ -73,5 +73,5 @@ def line(row: Any) -> str:
     where = f" {row.remote}" if row.remote else ""
     path = "" if row.path_rtt_ms is None else f", path {row.path_rtt_ms:.1f} ms"
     connected = f", connected in {row.connect_ms:.1f} ms" if row.connect_ms >= 1 else ""
-    said = f" (it refused: {row.why})" if row.why else ""
-    return f"reply from {who} in {row.rtt_ms:.1f} ms: {row.path}{where}{path}{connected}{said}"
+    refusal = f" (it refused: {row.why})" if row.why else ""
+    return f"reply from {who} in {row.rtt_ms:.1f} ms: {row.path}{where}{path}{connected}{refusal}"

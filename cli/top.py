@@ -261,7 +261,7 @@ class TopScreen(App[None]):
     def _rows(self) -> tuple[list[tuple[Column[PeerRow], int]], list[PeerRow]]:
         """Return the columns that fit, and the peers in their order."""
         rows = sorted(self._found(), key=lambda row: (gone(row), row.role != "trainer", row.short))
-        column = next((one for one in PEER_COLUMNS if one.name == self._sort), None)
+        column = next((column for column in PEER_COLUMNS if column.name == self._sort), None)
         if column is not None:
             rows.sort(key=column.key or column.cell, reverse=self._reversed)
         rows = rows[:MAX_ROWS]

@@ -349,8 +349,8 @@ def nat_of(seen_from: str, own: Sequence[str]) -> str:
     if host in [address for address, _, _ in mine]:
         near = "" if ip_address(host.strip("[]")).is_global else ", in a network that they share"
         return f"none on the way to the trainer{near}"
-    kept = port in [bound for _, _, bound in mine]
-    how = "keeps the port" if kept else "changes the port"
+    keeps_port = port in [bound for _, _, bound in mine]
+    how = "keeps the port" if keeps_port else "changes the port"
     return f"one that {how}; whether it shows other peers the same port takes a second observer"
 
 

@@ -127,26 +127,26 @@ def distributions_by_module() -> Mapping[str, Sequence[str]]:
 
     Reading the metadata of a folder of many takes a second; it is repeated after an installation or removal.
     """
-    found: dict[str, list[str]] = {}
+    packages: dict[str, list[str]] = {}
     for folder in dict.fromkeys(sys.path):
         for module, names in _read_folder(folder, _modified(folder)).items():
-            found.setdefault(module, []).extend(names)
-    return found
+            packages.setdefault(module, []).extend(names)
+    return packages
 
 
 @lru_cache(64)
 def _read_folder(folder: str, _: int) -> Mapping[str, Sequence[str]]:
     """Do what metadata.packages_distributions() does for all of sys.path."""
-    found: dict[str, list[str]] = {}
-    for one in metadata.distributions(path=[folder]):
-        modules = set((one.read_text("top_level.txt") or "").split()) or {
+    packages: dict[str, list[str]] = {}
+    for distribution in metadata.distributions(path=[folder]):
+        modules = set((distribution.read_text("top_level.txt") or "").split()) or {
             file.parts[0] if len(file.parts) > 1 else file.stem
-            for file in one.files or ()
+            for file in distribution.files or ()
             if file.suffix == ".py"
         }
         for module in modules:
-            found.setdefault(module, []).append(one.metadata["Name"])
-    return found
+            packages.setdefault(module, []).append(distribution.metadata["Name"])
+    return packages
 
 
 def _modified(folder: str) -> int:
@@ -190,12 +190,12 @@ def _scoring_package(environment: str) -> Package | None:
         folder = Path(__file__).parent / "tasksets"
         return Package(environment, f"primerl-node {__version__}", _digest([folder]))
     try:
-        label, held = _distribution(name)
+        label, digest = _distribution(name)
     except metadata.PackageNotFoundError as error:
         raise UsageError(
             f"the environment {environment!r} needs {name}: pip install {name}, or primerl-node[{name}]"
         ) from error
-    return Package(environment, label, held, bundled=module not in READS_DATA)
+    return Package(environment, label, digest, bundled=module not in READS_DATA)
 
 
 def _distribution(name: str) -> tuple[str, bytes]:
@@ -214,46 +214,54 @@ def environment_contracts(config: RunConfig) -> tuple[EnvironmentContract, ...]:
     A package that cannot be found is left empty: the start of the environment reports it.
     """
     library = f"{LIBRARY} {metadata.version(LIBRARY)}"
-    return tuple(_contract(one, config, library) for one in config.mixture)
+    return tuple(_contract(environment, config, library) for environment in config.mixture)
 
 
-def _contract(one: TrainedEnvironment, config: RunConfig, library: str) -> EnvironmentContract:
+def _contract(
+    environment: TrainedEnvironment, config: RunConfig, library: str
+) -> EnvironmentContract:
     try:
-        package = find_package(one.id)
+        package = find_package(environment.id)
     except UsageError:
         package = None
     return EnvironmentContract(
-        name=one.name,
-        id=one.id,
-        config=_published(one),
+        name=environment.name,
+        id=environment.id,
+        config=_published(environment),
         seed=config.seed,
         version=library,
-        group_size=one.group_size,
-        max_turns=one.max_turns,
-        sampling=SamplingContract(**config.sampling_of(one).model_dump(), stop=tuple(one.stop)),
+        group_size=environment.group_size,
+        max_turns=environment.max_turns,
+        sampling=SamplingContract(
+            **config.sampling_of(environment).model_dump(), stop=tuple(environment.stop)
+        ),
         package=package.label if package else "",
         package_digest=package.digest if package else b"",
-        rewards=_rewards(one),
+        rewards=_rewards(environment),
     )
 
 
-def _rewards(one: TrainedEnvironment) -> Literal["recomputed", "sampled", "claimed"]:
-    if not one.deterministic_tools:
+def _rewards(environment: TrainedEnvironment) -> Literal["recomputed", "sampled", "claimed"]:
+    if not environment.deterministic_tools:
         return "claimed"
-    return "recomputed" if one.deterministic_rewards and one.judge is None else "sampled"
+    return (
+        "recomputed"
+        if environment.deterministic_rewards and environment.judge is None
+        else "sampled"
+    )
 
 
-def _published(one: TrainedEnvironment) -> bytes:
+def _published(environment: TrainedEnvironment) -> bytes:
     """Encode the options for the manifest as JSON.
 
     Defaults of options that came later are left out: they are the bytes of releases before these, so that runs
     of those releases go on.
     """
-    told, default = one.published(), EnvironmentConfig()
+    published, default = environment.published(), EnvironmentConfig()
     names = ("judge", "chat_template_kwargs", "earlier_reasoning")
-    later = {name for name in names if getattr(told, name) == getattr(default, name)}
+    later = {name for name in names if getattr(published, name) == getattr(default, name)}
     later.add("stop")  # in the contract's sampling
-    return told.model_dump_json(exclude=later).encode()
+    return published.model_dump_json(exclude=later).encode()
 
 
 def options_of(contract: EnvironmentContract) -> EnvironmentConfig:
@@ -309,14 +317,14 @@ def remembered(data_dir: Path) -> Mapping[str, str]:
     """Read the packages that the owner always allows: environment -> digest. Raises StorageError."""
     path = data_dir / REMEMBERED
     try:
-        held = json.loads(path.read_bytes())
+        packages = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except BAD_FILE as error:
         raise StorageError(f"{path} cannot be read ({error}): remove it") from error
-    if not isinstance(held, dict):
+    if not isinstance(packages, dict):
         raise StorageError(f"{path} does not hold a JSON object: remove it")
-    return {str(name): str(value) for name, value in held.items()}
+    return {str(name): str(value) for name, value in packages.items()}
 
 
 def is_remembered(package: Package, data_dir: Path) -> bool:
@@ -326,8 +334,8 @@ def is_remembered(package: Package, data_dir: Path) -> bool:
 
 def remember(package: Package, data_dir: Path) -> None:
     """Always allow exactly this package from now on. Raises StorageError."""
-    held = {**remembered(data_dir), _plain(package.environment): package.digest.hex()}
-    _write(held, data_dir)
+    packages = {**remembered(data_dir), _plain(package.environment): package.digest.hex()}
+    _write(packages, data_dir)
 
 
 def forget(environment: str, data_dir: Path) -> bool:
@@ -335,19 +343,19 @@ def forget(environment: str, data_dir: Path) -> bool:
 
     Raises StorageError.
     """
-    held = dict(remembered(data_dir))
-    if held.pop(_plain(environment), None) is None:
+    packages = dict(remembered(data_dir))
+    if packages.pop(_plain(environment), None) is None:
         return False
-    _write(held, data_dir)
+    _write(packages, data_dir)
     return True
 
 
-def _write(held: Mapping[str, str], data_dir: Path) -> None:
+def _write(packages: Mapping[str, str], data_dir: Path) -> None:
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise file_error(error, data_dir) from error
-    write_private(data_dir / REMEMBERED, json.dumps(held, indent=2) + "\n")
+    write_private(data_dir / REMEMBERED, json.dumps(packages, indent=2) + "\n")
 
 
 def _plain(name: str) -> str:

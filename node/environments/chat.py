@@ -364,7 +364,8 @@ class ChatFormat:
         if with_call:
             # what closes the call is the reply's own; a stop token ends it
             ends = [
-                rest.find(self._tokenizer.id_to_token(it) or _MARK) for it in self.stop_token_ids
+                rest.find(self._tokenizer.id_to_token(stop) or _MARK)
+                for stop in self.stop_token_ids
             ]
             rest = rest[min((end for end in ends if end >= 0), default=len(rest)) :]
         return rest

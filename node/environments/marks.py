@@ -43,7 +43,7 @@ def reply_with_call(name: str, value: object) -> dict[str, Any]:
 
 def template_message(message: Message, *, text: bool) -> Message:
     """Return a message as templates take it: reasoning by all of its names, arguments as `text` or objects."""
-    reasoning = next((message[it] for it in REASONING if message.get(it) is not None), None)
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     if reasoning is not None:
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     if not text:

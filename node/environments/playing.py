@@ -75,10 +75,12 @@ def trace_branches(trace: Any, completions: Mapping[int, Completion]) -> list[Br
     `completions`: by id() of the sampled node. Raises PlayFailed if there is no such path.
     """
     branches: list[Branch] = []
-    for it in trace.branches:
-        turns = [completions[id(node)] for node in it.nodes if node.sampled]
+    for branch in trace.branches:
+        turns = [completions[id(node)] for node in branch.nodes if node.sampled]
         if turns:
-            branches.append(Branch.of_turns(it.token_ids, it.sampled_mask, it.logprobs, turns))
+            branches.append(
+                Branch.of_turns(branch.token_ids, branch.sampled_mask, branch.logprobs, turns)
+            )
     if not branches:
         raise PlayFailed(f"the rollout ended without a turn: {trace.stop_condition}")
     return branches
@@ -120,7 +122,7 @@ def score(trace: Any) -> Score:
             named[f"metric/{name}" if name in trace.rewards else name] = float(value)
     if trace.tools:
         replies = [node.message for node in trace.nodes if node.sampled]
-        named.setdefault(CALLS, float(sum(len(it.tool_calls or ()) for it in replies)))
+        named.setdefault(CALLS, float(sum(len(reply.tool_calls or ()) for reply in replies)))
     total = float(trace.reward)
     for name, value in {**named, "reward": total}.items():
         if not math.isfinite(value):
@@ -320,7 +322,7 @@ class TasksetPlayer:
             messages=messages,
             prompt=tuple(self._chat.prompt(_wire(messages), tools)) if messages else (),
             stops=task.hooks("stop"),
-            replies=tuple(it for it in replies if isinstance(it, str)),
+            replies=tuple(reply for reply in replies if isinstance(reply, str)),
             whole=bool(getattr(data, "replies", None)),
         )
 
@@ -870,11 +872,14 @@ def _messages(system: str | None, prompt: str | Sequence[Any]) -> list[Any]:
 def _wire(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Convert messages for chat templates: text only, and arguments of calls as objects."""
     wire: list[dict[str, Any]] = []
-    for it in messages:
-        entry: dict[str, Any] = {"role": it.role, "content": content_text(it.content or "")}
-        if it.role == "tool":
-            entry |= {"tool_call_id": it.tool_call_id, "name": it.name}
-        elif calls := getattr(it, "tool_calls", None):
+    for message in messages:
+        entry: dict[str, Any] = {
+            "role": message.role,
+            "content": content_text(message.content or ""),
+        }
+        if message.role == "tool":
+            entry |= {"tool_call_id": message.tool_call_id, "name": message.name}
+        elif calls := getattr(message, "tool_calls", None):
             entry["tool_calls"] = [
                 {
                     "id": call.id,

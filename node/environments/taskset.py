@@ -44,12 +44,12 @@ def load_tasksets(config: EnvironmentConfig, seed: int, find: Finder) -> dict[Sp
         values.setdefault("seed", seed)
     known = get_args(fields["split"].annotation) if "split" in fields else ()
     splits: tuple[Split, ...] = ("train", "eval")
-    own: dict[Split, dict[str, str]] = {it: {"split": it} for it in splits}
+    own: dict[Split, dict[str, str]] = {split: {"split": split} for split in splits}
     if not set(splits) <= set(known):
         splits, own = ("train",), {"train": {}}
     try:
         tasksets: dict[Split, Any] = {
-            it: taskset(options.model_validate({**values, **own[it]})) for it in splits
+            split: taskset(options.model_validate({**values, **own[split]})) for split in splits
         }
     except ValidationError as error:
         raise EnvironmentFailed(_misfit(config.id, options, error)) from error

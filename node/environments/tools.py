@@ -100,7 +100,9 @@ class _MarkedText:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return "".join(chr(it) if it < CHARACTERS else self._marks[it - CHARACTERS] for it in ids)
+        return "".join(
+            chr(token) if token < CHARACTERS else self._marks[token - CHARACTERS] for token in ids
+        )
 
 
 # -- toolsets --------------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ def _told(error: Exception) -> str:
     """
     cause = error.__cause__
     if isinstance(error, ToolError) and isinstance(cause, ValidationError):
-        parts = [f"{'.'.join(map(str, it['loc']))}: {it['msg']}" for it in cause.errors()]
+        parts = [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in cause.errors()]
         return f"error: the arguments do not fit: {'; '.join(parts)}"
     return str(error)
 

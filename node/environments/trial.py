@@ -187,9 +187,9 @@ class EnvironmentTrial:
         """Format the rollout with the most turns as the model saw it."""
         if not self.rollouts:
             return "\nno rollout to show"
-        one = max(self.rollouts, key=lambda it: (it.turns, it.reward or 0.0))
-        head = f"\ntask {one.task}, {one.script}: reward {one.reward}, {one.turns} turn(s)\n"
-        return head + _text(self._chat, one.tokens)
+        longest = max(self.rollouts, key=lambda rollout: (rollout.turns, rollout.reward or 0.0))
+        head = f"\ntask {longest.task}, {longest.script}: reward {longest.reward}, {longest.turns} turn(s)\n"
+        return head + _text(self._chat, longest.tokens)
 
     # -- playing -----------------------------------------------------------------------------------
 
@@ -200,11 +200,11 @@ class EnvironmentTrial:
         with tempfile.TemporaryFile() as notes, tempfile.TemporaryDirectory() as answers:
             try:
                 async with (
-                    self._hosted(notes, sandbox, Path(answers)) as one,
+                    self._hosted(notes, sandbox, Path(answers)) as first,
                     self._hosted(notes, sandbox, Path(answers)) as other,
                     asyncio.timeout(self.options.limit_s),
                 ):
-                    await self._check_all(one, other)
+                    await self._check_all(first, other)
             except TimeoutError:
                 limit = f"{self.options.limit_s:g} s"
                 self._found(
@@ -239,68 +239,70 @@ class EnvironmentTrial:
             self._judge_fault = self._judge_fault or environment.judge_fault
             await environment.close()
 
-    async def _check_all(self, one: Environment, other: Environment) -> None:
+    async def _check_all(self, first: Environment, other: Environment) -> None:
         try:
             began = time.monotonic()
-            await asyncio.gather(one.start(), other.start())
+            await asyncio.gather(first.start(), other.start())
             self._found("start", f"{time.monotonic() - began:.1f} s, two at once")
             self._step = "tasks"
-            train = await self._check_tasks(one, other)
+            train = await self._check_tasks(first, other)
             self._step = "prompts"
-            await self._check_prompts(one, train)
+            await self._check_prompts(first, train)
             self._step = "rollouts"
             try:
-                await self._play_all(one, other, train)
+                await self._play_all(first, other, train)
             finally:
                 self._check_rollouts()
         except EnvironmentFailed as error:
             self._found(self._step, "not done", str(error))
 
-    async def _check_tasks(self, one: Environment, other: Environment) -> list[Task]:
+    async def _check_tasks(self, first: Environment, other: Environment) -> list[Task]:
         """Compare the tasks of two processes and count them; return the training tasks."""
-        train, differing = await self._compare(one, other, "train")
-        found = [f"train {_count(train)}"]
+        train, differing = await self._compare(first, other, "train")
+        counts = [f"train {_count(train)}"]
         try:
-            held_out, more = await self._compare(one, other, "eval")
-            found.append(f"held out {_count(held_out)}")
+            held_out, more = await self._compare(first, other, "eval")
+            counts.append(f"held out {_count(held_out)}")
             differing += more
         except EnvironmentFailed as error:
-            found.append(f"held out none ({error})")
+            counts.append(f"held out none ({error})")
         problem = ""
         if differing:
-            found.append(f"{len(differing)} differ")
+            counts.append(f"{len(differing)} differ")
             problem = (
                 f"task {differing[0].index} ({differing[0].split}) has other content in a second process: "
                 "load() must draw from config.seed alone, not from the time, the machine or unseeded randomness"
             )
-        self._found("tasks", ", ".join(found), problem)
+        self._found("tasks", ", ".join(counts), problem)
         return train
 
     async def _compare(
-        self, one: Environment, other: Environment, split: Split
+        self, first: Environment, other: Environment, split: Split
     ) -> tuple[list[Task], list[Task]]:
         """Return the tasks of a split, and the ones that differ between the processes."""
-        ours = await self._look(one, split, COUNTED)
+        ours = await self._look(first, split, COUNTED)
         # the other process may have had no time for all
         pairs = zip(ours, await self._look(other, split, len(ours)), strict=False)
         return ours, [task for task, theirs in pairs if task.digest != theirs.digest]
 
     async def _look(self, environment: Environment, split: Split, most: int) -> list[Task]:
         """Load tasks in order: at least those to be played, more until COUNT_S."""
-        found: list[Task] = []
+        tasks: list[Task] = []
         began = time.monotonic()
-        while len(found) < most:
-            if len(found) >= self.options.tasks and time.monotonic() - began > COUNT_S:
+        while len(tasks) < most:
+            if len(tasks) >= self.options.tasks and time.monotonic() - began > COUNT_S:
                 break
-            some = range(len(found), min(most, len(found) + LOOKED_AT_ONCE))
-            found += await asyncio.gather(*(environment.task(it, split) for it in some))
-        return found
+            some = range(len(tasks), min(most, len(tasks) + LOOKED_AT_ONCE))
+            tasks += await asyncio.gather(*(environment.task(index, split) for index in some))
+        return tasks
 
     async def _check_prompts(self, environment: Environment, tasks: list[Task]) -> None:
         text = self.options.model is None
         prompts = [await environment.prompt(task) for task in tasks]
         # without a tokenizer an id is a character, or marks the beginning or end of a message
-        lengths = [len([it for it in ids if not text or it < CHARACTERS]) for ids in prompts]
+        lengths = [
+            len([token for token in ids if not text or token < CHARACTERS]) for ids in prompts
+        ]
         if not any(lengths):
             self._found("prompts", "the environment's own code opens the conversation")
             return
@@ -308,11 +310,11 @@ class EnvironmentTrial:
         mean = sum(lengths) / len(lengths)
         self._found("prompts", f"{_span(lengths)} {unit}, {mean:.0f} on average")
 
-    async def _play_all(self, one: Environment, other: Environment, train: list[Task]) -> None:
+    async def _play_all(self, first: Environment, other: Environment, train: list[Task]) -> None:
         for task in train[: self.options.tasks]:
-            for script, replies in await self._scripts(one, task):
-                self.rollouts.append(await self._play(one, other, task, script, replies))
-                if sum(bool(it.failure) for it in self.rollouts) >= MOST_FAILURES:
+            for script, replies in await self._scripts(first, task):
+                self.rollouts.append(await self._play(first, other, task, script, replies))
+                if sum(bool(rollout.failure) for rollout in self.rollouts) >= MOST_FAILURES:
                     return
 
     async def _scripts(
@@ -332,7 +334,7 @@ class EnvironmentTrial:
 
     async def _play(
         self,
-        one: Environment,
+        first: Environment,
         other: Environment,
         task: Task,
         script: str,
@@ -341,7 +343,7 @@ class EnvironmentTrial:
         """Play a rollout, and score it in the second process, as the trainer does."""
         policy = ScriptedPolicy(self._chat, script, task.index, replies)
         began = time.monotonic()
-        episode = await one.run(task, policy)
+        episode = await first.run(task, policy)
         took = time.monotonic() - began
         ours, disagreement = None, ""
         if not episode.error:
@@ -364,23 +366,31 @@ class EnvironmentTrial:
 
     def _check_rollouts(self) -> None:
         played = self.rollouts
-        failed = [f"task {it.task}, {it.script}: {it.failure}" for it in played if it.failure]
+        failed = [
+            f"task {rollout.task}, {rollout.script}: {rollout.failure}"
+            for rollout in played
+            if rollout.failure
+        ]
         count, problem = f"{len(played)} played", ""
         if failed:
             count += f", {len(failed)} failed"
             problem = f"on a worker these are lost as environment_error: {_some(failed)}"
         if played:
-            count += f", {_span([it.turns for it in played])} turn(s) each"
+            count += f", {_span([rollout.turns for rollout in played])} turn(s) each"
         self._found("rollouts", count, problem)
 
-        calls = [(it.script, it.calls) for it in played if it.calls is not None]
+        calls = [(rollout.script, rollout.calls) for rollout in played if rollout.calls is not None]
         if calls:
             total = sum(count for _, count in calls)
             self._found("tools", f"{total} calls in {len(calls)} rollouts: {_by_script(calls)}")
 
-        said = _by_script([(it.script, it.reward) for it in played if it.reward is not None])
+        spans = _by_script(
+            [(rollout.script, rollout.reward) for rollout in played if rollout.reward is not None]
+        )
         unlike = [
-            f"task {it.task}, {it.script}: {it.disagreement}" for it in played if it.disagreement
+            f"task {rollout.task}, {rollout.script}: {rollout.disagreement}"
+            for rollout in played
+            if rollout.disagreement
         ]
         problem = ""
         environment = self.options.environment
@@ -391,9 +401,9 @@ class EnvironmentTrial:
                 "environment.deterministic_rewards = false in the run, and test with --sampled-rewards; for "
                 "tools that search or draw deterministic_tools = false, and --sampled-tools"
             )
-        self._found("rewards", said or "none", problem)
+        self._found("rewards", spans or "none", problem)
 
-        times = sorted(it.seconds for it in played if not it.failure)
+        times = sorted(rollout.seconds for rollout in played if not rollout.failure)
         if times:
             median, most = times[len(times) // 2] * 1e3, times[-1] * 1e3
             self._found("speed", f"{median:.1f} ms a rollout, {most:.1f} at most")
@@ -404,14 +414,14 @@ class EnvironmentTrial:
             ("sockets", allows.network, "--sandbox.network true"),
             ("processes", allows.processes > 0, "--sandbox.processes N"),
         ):
-            found = notes.get(kind, [])
-            if not found or allowed:
-                self._found(kind, _some(found) or "none")
+            uses = notes.get(kind, [])
+            if not uses or allowed:
+                self._found(kind, _some(uses) or "none")
                 continue
             self._found(
                 kind,
-                f"{len(found)} refused",
-                f"a worker refuses: {_some(found)}. Do without, or ask each worker's owner for {key}",
+                f"{len(uses)} refused",
+                f"a worker refuses: {_some(uses)}. Do without, or ask each worker's owner for {key}",
             )
         files = notes.get("files", [])
         state = "confined" if sandbox.confines_files else "not confined"
@@ -420,9 +430,9 @@ class EnvironmentTrial:
 
 def described_tools(prompt: str) -> list[Any]:
     """Parse the tool schemas of a prompt: one a line in <tools> tags, as many templates write."""
-    found = re.search(r"<tools>\n(.*?)\n?</tools>", prompt, re.DOTALL)
+    match = re.search(r"<tools>\n(.*?)\n?</tools>", prompt, re.DOTALL)
     try:
-        return [json.loads(line) for line in found[1].splitlines()] if found else []
+        return [json.loads(line) for line in match[1].splitlines()] if match else []
     except ValueError:
         return []
 
@@ -431,7 +441,7 @@ def _text(chat: Chat, tokens: Sequence[int]) -> str:
     """Format a conversation for display, one message after the other."""
     if isinstance(chat, Transcript):
         messages = chat.messages([*tokens, ASSISTANT])
-        return "\n".join(f"[{it['role']}] {it['content']}" for it in messages)
+        return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
     return chat.text(tokens)
 
 
@@ -440,7 +450,7 @@ def _count(tasks: list[Task]) -> str:
     digests = [task.digest for task in tasks]
     repeats = len(digests) - MIN_REPEATED
     for length in range(1, repeats + 1):
-        if all(digests[it] == digests[it - length] for it in range(length, len(digests))):
+        if all(digests[index] == digests[index - length] for index in range(length, len(digests))):
             return f"{length:,}"
     unique = len(set(digests))
     twice = "" if unique == len(digests) else f" ({unique:,} different)"
@@ -454,10 +464,10 @@ def _span(values: Sequence[float]) -> str:
 
 def _by_script(values: Sequence[tuple[str, float]]) -> str:
     """Show the span of the values of each script."""
-    found: dict[str, list[float]] = {}
+    by_script: dict[str, list[float]] = {}
     for script, value in values:
-        found.setdefault(script, []).append(value)
-    return ", ".join(f"{script} {_span(some)}" for script, some in found.items())
+        by_script.setdefault(script, []).append(value)
+    return ", ".join(f"{script} {_span(values)}" for script, values in by_script.items())
 
 
 def _some(lines: list[str]) -> str:
@@ -476,14 +486,14 @@ def _read_notes(file: BinaryIO) -> dict[str, list[str]]:
     """
     file.seek(0)
     lines = file.read(MAX_NOTES).splitlines()[: 2 * MAX_NOTED]
-    found: dict[str, list[str]] = {}
+    by_kind: dict[str, list[str]] = {}
     for line in dict.fromkeys(lines):
         try:
             kind, what = msgspec.json.decode(line, type=tuple[str, str])
         except BAD_FILE:
             continue
-        found.setdefault(printable(kind, 20), []).append(printable(what, 400))
-    return found
+        by_kind.setdefault(printable(kind, 20), []).append(printable(what, 400))
+    return by_kind
 
 
 @dataclass
@@ -558,7 +568,11 @@ def _told(event: str, arguments: tuple[Any, ...]) -> str:
         case "open", _:  # a descriptor that is open already
             return ""
         case _:
-            shown = " ".join(str(it) for it in arguments[:2] if isinstance(it, str | bytes | int))
+            shown = " ".join(
+                str(argument)
+                for argument in arguments[:2]
+                if isinstance(argument, str | bytes | int)
+            )
             if "__pycache__" in shown:
                 return ""
             return f"{event.rpartition('.')[2]} {shown}".strip()
@@ -567,7 +581,7 @@ def _told(event: str, arguments: tuple[Any, ...]) -> str:
 def _opened(path: str, *, writes: bool) -> str:
     if "__pycache__" in path or path.startswith("/dev/"):
         return ""
-    ours = (LIBRARY, "/proc/", *(os.path.abspath(it) for it in sys.path))
+    ours = (LIBRARY, "/proc/", *(os.path.abspath(path) for path in sys.path))
     if not writes and path.startswith(ours):
         return ""
     return f"{'writes' if writes else 'reads'} {path}"

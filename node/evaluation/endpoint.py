@@ -69,7 +69,10 @@ class EndpointPolicy:
         config, sampling = self._config, self._sampling
         history = self._transcript.messages(request.prompt)
         # tool calls are plain text here, and APIs refuse a tool message without a parsed call
-        messages = [it | {"role": "user"} if it["role"] == "tool" else it for it in history]
+        messages = [
+            message | {"role": "user"} if message["role"] == "tool" else message
+            for message in history
+        ]
         body: dict[str, Any] = {
             "model": config.model,
             "messages": messages,

@@ -450,9 +450,9 @@ def _ones(
     packed[ends - 1] &= PADDING[lengths & 7]
     flags = np.unpackbits(packed).view(np.bool_)
     begins = 8 * (ends - (lengths + 7) // 8)
-    found = np.count_nonzero(flags)
-    if found != counts.sum():  # places take eight times the memory of flags
-        raise CodecError(f"{counts.sum()} positions announced, {found} found")
+    count = np.count_nonzero(flags)
+    if count != counts.sum():  # places take eight times the memory of flags
+        raise CodecError(f"{counts.sum()} positions announced, {count} found")
     ones = np.flatnonzero(flags)
     each = np.diff(np.searchsorted(ones, begins), append=ones.size)
     if (each != counts).any():
