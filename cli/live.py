@@ -124,7 +124,7 @@ class LiveView:
         self._started = clock()
         self._nodes: Mapping[str, NodeState] = {}
         self._drawn: tuple[object, float] = (None, 0.0)
-        """What the screen shows, and since when."""
+        """The state on the screen, and since when."""
         self._live = Live(
             console=self._console, get_renderable=self._draw, auto_refresh=False, transient=True
         )

@@ -19,7 +19,7 @@ import typer
 from .command import config_of, read_config
 
 COMMANDS = ("join", "inference", "train", "rl", "judge")
-"""What a service may run: commands that last."""
+"""Commands that a service may run."""
 NOT_AGAIN = "2 3 4 8"
 """Exit codes after which a restart would do the same again; see the epilog of --help."""
 IN_ORDER = "129 130 143"

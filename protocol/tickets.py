@@ -32,7 +32,7 @@ from .session import decode
 from .version import MAX_ADDRESSES, SPOKEN
 
 PREFIXES = WHOLE, PACKED = "primerl1-", "primerl2-"
-"""What a ticket starts with."""
+"""Prefix of a ticket."""
 MAX_TICKET_CHARACTERS = 8192
 HEAD_BYTES = DIGEST_BYTES + NODE_ID_BYTES + SIGNATURE_BYTES
 PORT_BYTES = 2
@@ -41,7 +41,7 @@ Seconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class _Rest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a packed ticket has after run, trainer and signature."""
+    """The part of a packed ticket after run, trainer and signature."""
 
     wire_version: Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
     issued: Seconds

@@ -59,7 +59,7 @@ class Comparison:
 
     @property
     def lie(self) -> str:
-        """What the validator said that no noise explains; empty for nothing."""
+        """Statement of the validator that no noise explains; empty for none."""
         if self.passes and self.ours.certain:
             return "it called clean what the trainer finds rejected"
         if self.accuses and self.theirs.certain:

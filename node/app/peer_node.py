@@ -638,7 +638,7 @@ class PeerNode(Node):
             await self._services.heads.wake()
 
     async def _pause(self, seconds: float | None = None, now: bool = False) -> dict[str, object]:
-        """Pause this node, for so many seconds or until it is resumed; `now` hands its work back."""
+        """Pause this node for `seconds`, or until it is resumed; `now` hands its work back."""
         await asyncio.to_thread(self.limits.pause, seconds, time.time())
         await self._apply_limits()
         held = self._hand_back() if now else self._held()

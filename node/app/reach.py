@@ -115,16 +115,16 @@ class Speed:
 
 @dataclass
 class Reach:
-    """What is known of a run, and of the way to it, from outside."""
+    """A run, and the way to it, as seen from outside."""
 
     trainer: str
     run: str
     ticket: str = "not known"
-    """`valid`, or why it admits nobody, by the trainer's own word where it answers."""
+    """`valid`, or why it admits no node; the trainer's own answer where it gives one."""
     may_join: bool | None = None
     """None: the trainer did not say."""
     busy: bool = False
-    """Whether the trainer takes nobody just now."""
+    """Whether the trainer admits no new node at the moment."""
     udp: Way = field(default_factory=Way)
     tcp: Way = field(default_factory=Way)
     path: str = ""
@@ -325,7 +325,7 @@ async def _tcp(
 
 
 async def _watch_one(stream: Stream) -> HaveChunks:
-    """Ask over TCP for a chunk that nobody has: the shortest exchange there."""
+    """Ask over TCP for a chunk that does not exist: the shortest exchange over TCP."""
     await send(stream, WatchChunks((secrets.token_bytes(DIGEST_BYTES),)))
     return await receive_reply(stream, HaveChunks)
 
@@ -339,7 +339,7 @@ def tcp_port(address: str) -> tuple[str, int] | None:
 
 
 def nat_of(seen_from: str, own: Sequence[str]) -> str:
-    """Say what the address that the trainer sees tells of address translation; `own` are this node's hints."""
+    """Infer address translation from the address that the trainer sees; `own` are this node's hints."""
     host, _, port = seen_from.rpartition(":")
     if not host:
         return "not known"
@@ -358,7 +358,7 @@ def nat_of(seen_from: str, own: Sequence[str]) -> str:
 
 
 def _own_word(ticket: Ticket, now: int) -> str:
-    """Say what the ticket itself tells of its validity."""
+    """Describe the validity that the ticket itself states."""
     if ticket.expires + CLOCK_SKEW_S < now:
         return "expired by our clock"
     return "signed and not expired; only the trainer knows whether it was revoked or used up"

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 TELL_S = 15.0
 NEXT_KEY = "key.next"
-"""The new key of a rotation, until the trainers were told."""
+"""The new key of a rotation, until the trainers know it."""
 ROTATED = "key.rotated-"
 """Begins the name of a kept rotation; the short id of the key that it ended follows."""
 LEDGER = "ledger.db"

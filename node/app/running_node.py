@@ -48,7 +48,7 @@ class Node:
         self._machine = Machine(data_dir)
         self._dashboard = Dashboard(self, config.dashboard.port)
         self.queries: Mapping[str, Query] = {"log": self._log}
-        """What the page may ask, and so may the local user."""
+        """Questions that the page and the local user may ask."""
         self._started = time.monotonic()
         self._stop = asyncio.Event()
 

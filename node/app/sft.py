@@ -44,7 +44,7 @@ class SftFactories:
 async def sft(config: SftConfig, *, watch: Watch, factories: SftFactories | None = None) -> Path:
     """Train to the end; returns the run directory, with weights in `weights/step_N`. Raises NodeError.
 
-    `watch` is told of every step.
+    `watch` is called after every step.
     """
     check_files(config)
     check_monitors(config.monitors)

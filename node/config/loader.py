@@ -46,7 +46,7 @@ OF_PRIME_RL = frozenset({"ckpt", "deployment", "inference", "orchestrator", "slu
 SWITCHES = frozenset({"resume"})
 """Sections that a flag without a value enables."""
 TICKET = "primerl"
-"""What a ticket starts with."""
+"""Prefix of a ticket."""
 RECIPE = "reverse_text/laptop"
 BUNDLED = Path(__file__).resolve().parents[2] / "configs"
 

@@ -15,7 +15,7 @@ APPLIED = ("limits", "log.level")
 
 
 class ConfigChanges(NamedTuple):
-    """What a config that was read again changes."""
+    """Changes of a config that was read again."""
 
     config: NodeConfig
     applied: list[str]

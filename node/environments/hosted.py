@@ -355,7 +355,7 @@ class HostedEnvironment:
         """When the last of them ended, in the event loop's time."""
         self._rest_s = REST_S
         self._rests = False
-        """Whether the process was ended because nobody needed it."""
+        """Whether the process was ended because it was idle."""
         self._resting: asyncio.Task[None] | None = None
         self._replacing = asyncio.Lock()
         self._looked = RecentDict[tuple[int, Split], EnvironmentLooked](LOOKED_TASKS)

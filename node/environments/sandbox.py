@@ -73,7 +73,7 @@ SCRATCH_PREFIX = "primerl-environment-"
 
 @dataclass(frozen=True)
 class Start:
-    """What a process of an environment is started with."""
+    """Arguments, variables and folder with which an environment's process starts."""
 
     command: list[str]
     variables: dict[str, str]

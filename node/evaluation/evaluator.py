@@ -26,7 +26,7 @@ from ..weights.state import State
 logger = logging.getLogger(__name__)
 
 ALL = -1
-"""As a number of prompts: all that there are."""
+"""As a number of prompts: all of them."""
 MOST_TASKS = 100_000
 """Tasks of a split that are evaluated at most; one with more counts as endless."""
 MAX_TEXT = 20_000

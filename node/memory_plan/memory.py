@@ -599,7 +599,7 @@ ROW_SHARE = 0.3
 
 
 def row_tokens(config: TrainingConfig, shape: ModelShape, gpu: int, *, ranks: int = 1) -> int:
-    """Choose how many tokens a row of training holds on a GPU of so many bytes: seq_len or more.
+    """Choose how many tokens a row of training holds on a GPU of that many bytes: seq_len or more.
 
     Launching a row's kernels takes as long for few tokens as for many.
     """

@@ -81,7 +81,7 @@ GROWING_ROPE = ("dynamic", "longrope", "su")
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a `model_type` supports beyond the common keys."""
+    """Keys that a `model_type` supports beyond the common ones."""
 
     keys: frozenset[str] = frozenset()
     """Further keys that transformers' layers read, in training as in inference."""

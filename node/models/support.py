@@ -65,7 +65,7 @@ def stack_supports(parts: Sequence[tuple[Ids | None, int]], missing: int) -> Ids
 
 
 def split_support(data: bytes, tokens: int) -> list[bytes]:
-    """Return the support of each of so many tokens."""
+    """Return the support of each of `count` tokens."""
     counts, _ = _parts(data, tokens)
     ends = tokens + 4 * np.cumsum(counts)
     starts = ends - 4 * counts

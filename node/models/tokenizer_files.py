@@ -18,7 +18,7 @@ TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templat
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of the template of a conversation, and of one with tools where that has its own."""
 FILES = ("tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE, TEMPLATE_FOLDER)
-"""What is read in a directory."""
+"""Files that are read in a directory."""
 
 
 @dataclass(frozen=True)

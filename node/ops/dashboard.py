@@ -78,7 +78,7 @@ Query = Callable[..., Awaitable[Any]]
 
 
 class Shown(Protocol):
-    """What the page shows: a node."""
+    """The node that the page shows."""
 
     queries: Mapping[str, Query]
 

@@ -68,7 +68,7 @@ class PeerRow(msgspec.Struct):
     ticket: str = ""
     """At the trainer: the ticket that admitted it, by label and the beginning of its id."""
     name: str = ""
-    """What it calls itself, which proves nothing."""
+    """The name that it gives itself, which proves nothing."""
     paused: str = ""
     """Why it is paused, in its own words; empty while it works."""
 
@@ -95,7 +95,7 @@ class PingRow(msgspec.Struct):
 
 
 class MachineRow(msgspec.Struct):
-    """What a node's processes use of their machine, its engine's and environments' included."""
+    """Use of the machine by a node's processes, with those of its engine and environments."""
 
     cpu_cores: float
     """Mean number of busy cores since the reading before this one; of the first, since the start."""
@@ -113,7 +113,7 @@ class MachineRow(msgspec.Struct):
 
 
 class LimitsRow(msgspec.Struct):
-    """What a node's owner allows it, and what it used of that."""
+    """Limits that a node's owner set, and their use so far."""
 
     paused: str = ""
     """Why it is paused, and until when; empty while it works."""

@@ -27,7 +27,7 @@ GB = 10**9
 SERVES_UNTIL = 0.9
 """Share of the month's bytes after which a node serves no chunks: its own work has the rest."""
 SAVE_S, SAVE_BYTES = 60.0, 64 * 10**6
-"""Seconds and bytes after which the count is written: a crash loses so many at most."""
+"""Seconds and bytes after which the count is written: a crash loses no more than these."""
 
 GPU_USED, GPU_FREE = (0.3, 0.3), (0.1, 0.2)
 """Shares of a GPU's time and memory from which others use it, and below both of which they do not: a desktop

@@ -1,4 +1,4 @@
-"""What the processes of a node use of their machine.
+"""Measure what the processes of a node use of their machine.
 
 Reading it walks /proc: not often, and in a thread of its own, as those that the node's loop lends may all be
 busy for long, with a status waiting.

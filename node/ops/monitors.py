@@ -157,7 +157,7 @@ class WandbMonitor:
         self._thread.put(lambda: self._guard(function))
 
     def _guard(self, function: Callable[[], None]) -> None:
-        """Call W&B until it has failed once. What it raises, SystemExit too, ends nothing else."""
+        """Call W&B until it has failed once. Its errors, SystemExit too, end nothing else."""
         if self._lost:
             return
         try:

@@ -306,7 +306,7 @@ class HeadFollower:
         self._on_refusal = on_refusal
         self.connected = False
         self.heard = asyncio.Event()
-        """Set at every message; whoever waits for the next one clears it."""
+        """Set at every message; a waiter for the next one clears it."""
         self.came_back = asyncio.Event()
         """Set by the first message of every watch."""
         self.stopped = ""

@@ -292,7 +292,7 @@ NO_DETOUR_S = 15.0
 """Time with the usual path after a detour that failed or ended."""
 REST_S = 30.0
 PATIENCE_S = 2.0
-"""Seconds that a source may keep us waiting in vain, in total, before nobody waits for it any more."""
+"""Seconds that a source may keep us waiting in vain, in total, before we stop waiting for it."""
 PATIENCE_GAIN = 0.1
 """Share of a fetch's time that a source which gave something may keep us waiting again."""
 STALLS = 2

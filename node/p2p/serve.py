@@ -109,7 +109,7 @@ class ChunkArrivals:
 
     @contextmanager
     def watching(self, names: Sequence[bytes]) -> Generator[ChunkWatch]:
-        """Open a watch that is told of every chunk from now on; the caller adds those already held."""
+        """Open a watch that hears of every chunk from now on; the caller adds those already held."""
         watch = ChunkWatch(names)
         self._watches.add(watch)
         try:
@@ -268,7 +268,7 @@ LEAST_RATE = 44 * 1024
 """Bytes per second that an upload under a limit needs: its receiver waits for a piece (PIECE) for PIECE_S of
 chunk_client.py, twice the time that it takes at this rate."""
 MAX_QUEUE = 512
-"""Requests that may wait; further ones are told BUSY."""
+"""Requests that may wait; further ones are refused as BUSY."""
 HALF_LIFE_S = 10.0
 """Age in seconds at which bytes count half."""
 MAX_ACCOUNTS = 1024

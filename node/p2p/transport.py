@@ -104,7 +104,7 @@ class Connection(Protocol):
         ...
 
     async def answers(self, within: float) -> bool:
-        """Return whether the peer's transport shows within so many seconds that it still has this connection.
+        """Return whether the peer's transport shows within `seconds` that it still has this connection.
 
         The peer's program need not take part. Never raises.
         """

@@ -149,7 +149,7 @@ class ProcessMonitor:
     def record_output(self, head: Head, now: float) -> None:
         """Record an answer.
 
-        Frames passed to the engine before its input will not be answered any more.
+        Frames passed to the engine before its input get no answer.
         """
         self._active = now
         step = head.kind in (Kind.STEP, Kind.DRAWN)

@@ -45,7 +45,7 @@ _USER = re.compile(r"(?<=/)(?:home|Users)/[^/\s\"']+")
 
 @dataclass
 class Scrubber:
-    """Replaces in texts what is nobody's business, and counts it."""
+    """Replaces private data in texts, and counts the replacements."""
 
     home: str = field(default_factory=lambda: str(Path.home()))
     host: str = field(default_factory=socket.gethostname)

@@ -117,7 +117,7 @@ class QueuedSubmission:
 
 @dataclass(frozen=True)
 class ReceiptRecord:
-    """What a receipt says of a submission."""
+    """A submission as its receipt states it."""
 
     lease_id: int
     node: bytes

@@ -281,7 +281,7 @@ class LeasePolicy:
 
 @dataclass(frozen=True)
 class Standing:
-    """What a node's work in one environment allows it to hold of that environment."""
+    """Leases of one environment that a node's work there allows it to hold."""
 
     trust: float
     """Trust.low, 0 to 1."""
@@ -311,7 +311,7 @@ class LeaseShare:
 
 @dataclass(frozen=True)
 class LeaseOutcome:
-    """What the verdict on a lease says of its worker."""
+    """Judgement of a worker by the verdict on its lease."""
 
     groups: int
     accepted: int = 0
@@ -521,7 +521,7 @@ class TaskQueue:
         return list(islice(fit, count))
 
     def pass_over(self, index: int) -> None:
-        """Do not lease a task that nobody can play."""
+        """Stop leasing a task that no worker can play."""
         self.unfit.add(index)
         for queue in (self.requeued, self.drawn):
             if index in queue:

@@ -63,7 +63,7 @@ class WorkRecord:
 
     @property
     def selective(self) -> bool:
-        """Whether it takes back so many single rollouts that it may be choosing among them."""
+        """Whether it takes back single rollouts often enough to be choosing among them."""
         return self.skew >= SKEW_BAR
 
     def add(self, counts: "LeaseCounts", usual_taken_back: float) -> None:

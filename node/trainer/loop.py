@@ -58,7 +58,7 @@ that time are one version older (LeadTime.depth)."""
 
 
 class SavedState(NamedTuple):
-    """What a resume needs beside learner and ledger."""
+    """State that a resume needs beside learner and ledger."""
 
     parts: dict[str, bytes]
     verified_up_to: int

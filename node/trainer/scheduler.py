@@ -301,7 +301,7 @@ class TaskSupply:
     async def _prompt_length(self, task: Task) -> int:
         try:
             return len(await self._environment.prompt(task))
-        except ScoreMismatch:  # it has other content now, of which the next lease is told
+        except ScoreMismatch:  # its content changed: the next lease names the new one
             return 0
 
     def _pass_over(self, index: int, length: int) -> None:

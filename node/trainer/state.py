@@ -104,7 +104,7 @@ class Progress:
     skipped: int = 0
     """Steps so far whose gradient was not finite."""
     skipping: str = ""
-    """What is wrong while steps are skipped, and what to do; else empty."""
+    """Reason why steps are skipped, with a remedy; else empty."""
     _begun: tuple[int, int, Counter[str]] = (0, 0, Counter())
     """Received, accepted and rejected when collection of the current batch began."""
 

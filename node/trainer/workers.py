@@ -388,7 +388,7 @@ class WorkerRegistry:
             raise
 
     def _try(self, peer: bytes, hello: Hello) -> Welcome:
-        """Answer a trial hello as that of a newcomer, and admit nobody. Raises RemoteProtocolError."""
+        """Answer a trial hello as that of a newcomer, without admitting it. Raises RemoteProtocolError."""
         common = self._common_version(hello)
         now = int(time.time())
         check_clock(hello.unix_time, now)

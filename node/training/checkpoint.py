@@ -49,7 +49,7 @@ class _NewerFormat(StorageError):
 
 
 class _Beginning(msgspec.Struct, frozen=True):
-    """What the record of every format has."""
+    """Fields of the record in every format."""
 
     format: int
 

@@ -20,7 +20,7 @@ LENGTHS = (60, 40, 23)
 """Tokens of the compared sequences, longest first: they are packed in this order."""
 LONGEST = 128
 SMALL = 8
-"""Large whole numbers are also tried as this one: some act beyond so many tokens only."""
+"""Large whole numbers are also tried as this one: some act only beyond that many tokens."""
 WINDOW = 16
 HEADS = 4
 LAYERS = 6

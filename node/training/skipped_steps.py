@@ -38,7 +38,7 @@ class SkippedSteps:
         """Last step whose weights are known to be good: the one after it had a finite gradient."""
 
     def restore(self, step: int, total: int, in_a_row: int) -> None:
-        """Go on after `step` of a run with so many skipped steps."""
+        """Go on after `step` of a run that has skipped that many steps."""
         self.total, self.in_a_row, self._empty = total, in_a_row, 0
         self._learned = step - 1 - (in_a_row + 1 if in_a_row else 0)
         self._checkpoints.protect(self._learned if in_a_row else None)

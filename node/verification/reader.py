@@ -153,7 +153,7 @@ class TextReader(PrefillAudit):
 
 
 def has_room(numbers: int, free: int, total: int) -> bool:
-    """Return whether a GPU with `free` of `total` bytes can hold a model of so many numbers in float32."""
+    """Return whether a GPU with `free` of `total` bytes can hold a float32 model of that many parameters."""
     return free - 4 * numbers - WORK_BYTES >= LEFT_FREE * total
 
 

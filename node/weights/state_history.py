@@ -110,7 +110,7 @@ class HeldState(Mapping[str, Tensor]):
         newer._older = weakref.ref(self)
 
     def shrink(self) -> None:
-        """From now on hold only the differences from the next version."""
+        """Hold only the differences from the next version from now on."""
         assert self.newer is not None
         assert self.patch is not None
         self._stored = self.newer, self.patch

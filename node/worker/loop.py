@@ -135,7 +135,7 @@ class InferenceRole:
         """Numerics class of this node, sent in runs that measure bounds for each class."""
         self.verdicts = verdicts
         self._told = ""
-        """What the trainer knows of services.paused()."""
+        """The value of services.paused() that was last sent to the trainer."""
         self._catch_up = (0, NOTHING)
         """(epoch, version) to hold before a lease is asked for: the newest one at the end of a pause."""
         self._environments = environments

@@ -371,7 +371,7 @@ class WeightSync:
         self._trouble = ""
         """Reason why the last attempt failed; empty after one that succeeded."""
         self._unkept = (0, NOTHING)
-        """The last (epoch, version) that there was no room for."""
+        """The last (epoch, version) for which there was no room."""
         self.versions_loaded = 0
 
     @property
