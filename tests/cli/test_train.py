@@ -419,6 +419,6 @@ def test_a_full_disk_at_the_start_is_one_line_and_leaves_no_half_of_a_file(
 def test_a_disk_that_fills_while_the_model_is_made_is_one_line_and_leaves_no_half_of_a_model(
     cli: Cli, home: Path
 ) -> None:
-    with small_disk(home / "disk", kib=1024) as disk:
+    with small_disk(home / "disk", kib=768) as disk:
         one_line(cli("train", *SMALL, "--output-dir", str(disk)), "run/model", "No space left")
         assert not (disk / "run" / "model" / "config.json").exists()
