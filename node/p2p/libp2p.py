@@ -102,7 +102,7 @@ class Dialler:
         neighbours: Callable[[], int],
         known: "Callable[[], list[PeerInfo]]",
     ) -> None:
-        """`content`: the key of the run; `known()`: peers with addresses from mDNS or earlier contact."""
+        """`content`: the key of the run; `known()`: peers with addresses from earlier contact."""
         self._host = host
         self._dht = dht
         self._content = content
@@ -474,7 +474,6 @@ class Libp2pSession:
 
         self.port = 0
         self.addresses: tuple[str, ...] = ()
-        self._run = run
         self._topic = f"primerl/{run}/1"
         self._content = "1220" + run  # dressed as a SHA-256 multihash, as a DHT key has to be
         self._gate = gate
@@ -578,7 +577,7 @@ class Libp2pSession:
                     await attempt(HANG_UP_SECONDS, connection.close)
 
     def _known(self) -> "list[PeerInfo]":
-        """List peers with addresses from mDNS or from earlier contact."""
+        """List peers with addresses from earlier contact."""
         from libp2p.peer.peerinfo import PeerInfo
 
         book = self._host.get_peerstore()
