@@ -9,7 +9,8 @@ from functools import cache
 
 import pytest
 from support import lying_holders, virtual_time
-from support.exchange_world import KIB, ExchangeNetwork, copies_sent, lines, node_id
+from support.access_lines import uplinks
+from support.exchange_world import KIB, ExchangeNetwork, copies_sent, node_id
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
@@ -47,7 +48,7 @@ async def join(
     names = [f"w{number}" for number in range(HONEST)]
     rates = dict.fromkeys([node_id(name) for name in ("origin", *names)], uplink)
     payloads = PAYLOADS[:fetches]
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin, joiner = world.add("origin"), world.add("joiner")
         honest = [world.add(name) for name in names]
         for holder, chunks in itertools.product((origin, *honest), payloads):

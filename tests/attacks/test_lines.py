@@ -10,7 +10,8 @@ from typing import cast
 
 import pytest
 from support import lying_holders
-from support.exchange_world import KIB, Bare, ExchangeNetwork, copies_sent, lines, node_id, payload
+from support.access_lines import uplinks
+from support.exchange_world import KIB, Bare, ExchangeNetwork, copies_sent, node_id, payload
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
@@ -120,7 +121,7 @@ async def test_a_holder_whom_many_ask_at_once_is_honest_and_is_not_passed_over()
     """The control: its line is long, but it moves."""
     chunks = payload(6, SIZE)
     rates = {node_id("holder"): 24.0 * SIZE, node_id("origin"): 6.0 * SIZE}
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin, holder = world.add("origin"), world.add("holder")
         workers = [world.add(f"w{number}") for number in range(16)]
         for one in (origin, holder):

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import TypeVar
 
+from support.access_lines import MBIT_S, AccessLines, Line
 from support.memory_network import MemoryNetwork
 
 from primerl.crypto.keys import SecretKey
@@ -29,9 +30,11 @@ Factory = Callable[[Sequence[bytes]], AbstractAsyncContextManager[TransportWorld
 
 
 @asynccontextmanager
-async def memory(alpns: Sequence[bytes]) -> AsyncGenerator[TransportWorld, None]:
+async def memory(
+    alpns: Sequence[bytes], lines: AccessLines | None = None
+) -> AsyncGenerator[TransportWorld, None]:
     """Nodes of one in-process world."""
-    network = MemoryNetwork()
+    network = MemoryNetwork(lines=lines)
     async with AsyncExitStack() as stack:
 
         async def make() -> Transport:
@@ -40,6 +43,14 @@ async def memory(alpns: Sequence[bytes]) -> AsyncGenerator[TransportWorld, None]
             return transport
 
         yield TransportWorld(make, "10.255.255.255:1")
+
+
+def memory_over_lines(
+    alpns: Sequence[bytes],
+) -> AbstractAsyncContextManager[TransportWorld]:
+    """Nodes of one in-process world, on lines of 400 Mbit/s with a round trip of 4 ms."""
+    line = Line(up=400 * MBIT_S, down=400 * MBIT_S, latency_s=0.001)
+    return memory(alpns, AccessLines(lambda node: line))
 
 
 @asynccontextmanager
@@ -57,7 +68,11 @@ async def iroh(alpns: Sequence[bytes]) -> AsyncGenerator[TransportWorld, None]:
         yield TransportWorld(make, "127.0.0.1:9")
 
 
-FACTORIES: dict[str, Factory] = {"memory": memory, "iroh": iroh}
+FACTORIES: dict[str, Factory] = {
+    "memory": memory,
+    "memory over lines": memory_over_lines,
+    "iroh": iroh,
+}
 
 
 ALPN = b"primerl-test/1"

@@ -2,9 +2,8 @@
 
 import asyncio
 import random
-import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 
@@ -41,20 +40,6 @@ def payload(count: int, size: int = 64 * KIB, seed: int = 0) -> list[bytes]:
 def references(chunks: Sequence[bytes]) -> list[ChunkRef]:
     """Make the manifest's references to these chunks."""
     return [ChunkRef(digest(chunk), len(chunk)) for chunk in chunks]
-
-
-def lines(rates: dict[bytes, float]) -> Callable[[bytes, int], Awaitable[None]]:
-    """Make uplinks with these rates, bytes/s by node; others are unlimited."""
-    free_at: dict[bytes, float] = {}
-
-    async def uplink(source: bytes, size: int) -> None:
-        rate = rates.get(source)
-        if rate is not None:
-            now = time.monotonic()
-            free_at[source] = max(free_at.get(source, now), now) + size / rate
-            await asyncio.sleep(free_at[source] - now)
-
-    return uplink
 
 
 class Bare:

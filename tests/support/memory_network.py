@@ -4,9 +4,12 @@ import asyncio
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Generic, TypeVar
+
+from support.access_lines import PACKET, AccessLines
 
 from primerl.crypto.hashing import digest, short
 from primerl.node.p2p.discovery import GossipFact
@@ -25,15 +28,9 @@ from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, KI
 
 WINDOW = 256 * KIB
 """Bytes that one direction of a stream holds unread before its writer waits."""
-PACKET = 16 * KIB
-"""Bytes that a narrow line carries at once: a reader sees them come."""
 STREAM_BACKLOG = 256
 """Streams of one connection that may wait for accept_stream()."""
 
-Travel = Callable[[bytes, bytes, Callable[[], bool]], Coroutine[Any, Any, None]]
-"""(from, to, over): returns when something sent now would have arrived, or when over() is true."""
-Uplink = Callable[[bytes, int], Awaitable[None]]
-"""(from, bytes): returns when the line of a node has sent so much."""
 Broken = Callable[[], TransportError]
 
 
@@ -74,28 +71,50 @@ class AsyncQueue(Generic[T]):
 
 
 class Pipe:
-    """One direction of a stream: bytes in order, at most `window` of them unread."""
+    """One direction of a stream: bytes in order, at most `window` of them on their way or unread."""
 
-    def __init__(self, window: int) -> None:
-        self._window = window
+    def __init__(self, world: "MemoryNetwork", source: bytes, target: bytes) -> None:
+        self._world = world
+        self._ends = source, target
         self._unread = bytearray()
+        self._under_way = 0
         self._finished = False
+        self._ended = False
+        """Whether the reader knows that it is finished."""
         self._broken: Broken | None = None
         self._changed = Notifier()
 
-    async def put(self, data: memoryview) -> None:
-        """Append all of `data`, waiting for room."""
+    async def put(self, data: memoryview, shown: Callable[[], None]) -> None:
+        """Send all of `data`, waiting for room; call `shown` just before some of it arrives."""
         while data:
             self._check()
             if self._finished:
                 raise StreamClosed("this stream was finished: open another one to say more")
-            room = self._window - len(self._unread)
+            room = self._world.window - len(self._unread) - self._under_way
             if room <= 0:
                 await self._changed.wait()
                 continue
-            self._unread += data[:room]
+            self._send(bytes(data[:room]), shown)
             data = data[room:]
-            self._changed.fire()
+
+    def _send(self, data: bytes, shown: Callable[[], None]) -> None:
+        self._under_way += len(data)
+        lines, (source, target) = self._world.lines, self._ends
+        arrive = partial(self._arrive, data, shown)
+        if lines is None:
+            arrive()
+        else:
+            arrives = partial(self._world.deliver, source, target, arrive)
+            lines.send(self, source, target, len(data), arrives)
+
+    def _arrive(self, data: bytes, shown: Callable[[], None]) -> None:
+        if self._broken is not None:
+            return
+        shown()
+        self._under_way -= len(data)
+        self._unread += data
+        self._ended = self._finished and not self._under_way
+        self._changed.fire()
 
     async def take(self, size: int) -> bytes:
         """Exactly `size` bytes."""
@@ -107,22 +126,24 @@ class Pipe:
                 taken += piece
                 del self._unread[: len(piece)]
                 self._changed.fire()
-            elif self._finished:
+            elif self._ended:
                 raise StreamClosed(f"the stream ended after {len(taken)} of {size} bytes")
             else:
                 await self._changed.wait()
         return bytes(taken)
 
-    def finish(self) -> None:
+    def finish(self, shown: Callable[[], None]) -> None:
         """Say that nothing more comes."""
         self._check()
         self._finished = True
-        self._changed.fire()
+        self._send(b"", shown)
 
     def fail(self, broken: Broken) -> None:
         """Every later call raises what `broken` makes. The first failure stays."""
         self._broken = self._broken or broken
         self._unread.clear()
+        if self._world.lines is not None:
+            self._world.lines.drop(self, self._ends[0])
         self._changed.fire()
 
     def drop(self, broken: Broken) -> None:
@@ -157,7 +178,7 @@ class MemoryStream:
     async def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of `data`; waits while the peer's window is full."""
         view = memoryview(data).cast("B")
-        size = self._connection.packet
+        size = self._connection.world.packet
         with self._using():
             while view:
                 piece, view = view[:size], view[size:]
@@ -167,7 +188,7 @@ class MemoryStream:
         """End our direction."""
         with self._using():
             await self._connection.carry(self)
-            self.outgoing.finish()
+            self.outgoing.finish(partial(self._connection.announce, self))
 
     async def abort(self) -> None:
         """Reset what was not finished, and refuse what the peer still sends."""
@@ -197,18 +218,12 @@ class MemoryConnection:
 
     def __init__(
         self,
-        travel: Travel,
-        uplink: Uplink,
-        *,
-        window: int,
+        world: "MemoryNetwork",
         ids: tuple[bytes, bytes],
         alpn: bytes,
         released: Callable[["MemoryConnection"], None],
     ) -> None:
-        self.window = window
-        self.packet = window if uplink is no_limit else min(window, PACKET)
-        self._travel = travel
-        self._uplink = uplink
+        self.world = world
         self._id, self._peer = ids
         self._alpn = alpn
         self._released = released
@@ -244,7 +259,8 @@ class MemoryConnection:
     async def open_stream(self) -> MemoryStream:
         """A new stream; the peer sees it at our first write, finish or abort."""
         self._check()
-        stream = MemoryStream(self, Pipe(self.window), Pipe(self.window))
+        world, here, there = self.world, self._id, self._peer
+        stream = MemoryStream(self, Pipe(world, there, here), Pipe(world, here, there))
         stream.unseen = True
         self._streams.add(stream)
         return stream
@@ -263,8 +279,8 @@ class MemoryConnection:
             async with asyncio.timeout(within):
                 if self._other.vanished:
                     await asyncio.Event().wait()
-                await self._travel(self._id, self._peer, lambda: self.closed)
-                await self._travel(self._peer, self._id, lambda: self.closed)
+                await self.world.travel(self._id, self._peer, lambda: self.closed)
+                await self.world.travel(self._peer, self._id, lambda: self.closed)
         except TimeoutError:
             return False
         return not self.closed
@@ -275,17 +291,17 @@ class MemoryConnection:
 
     async def send(self, stream: MemoryStream, piece: memoryview) -> None:
         """Carry one piece to the other end."""
-        await self._uplink(self._id, len(piece))
         await self.carry(stream)
-        await stream.outgoing.put(piece)
+        await stream.outgoing.put(piece, partial(self.announce, stream))
         self._sent += len(piece)
 
     async def carry(self, stream: MemoryStream) -> None:
-        """Wait for the link's delay; announce a stream that is new to the peer."""
+        """Wait for the delay, and announce a stream that is new to the peer; lines do both themselves."""
         self._check()
-        await self._travel(self._id, self._peer, lambda: self.closed)
-        self._check()
-        self.announce(stream)
+        if self.world.lines is None:
+            await self.world.travel(self._id, self._peer, lambda: self.closed)
+            self._check()
+            self.announce(stream)
 
     def announce(self, stream: MemoryStream) -> None:
         """Show the peer a stream that we opened, once."""
@@ -333,19 +349,14 @@ def _dropped() -> StreamClosed:
 
 
 def connect_ends(
-    travel: Travel,
-    uplink: Uplink,
-    *,
-    window: int,
+    world: "MemoryNetwork",
     ids: tuple[bytes, bytes],
     alpn: bytes,
     released: tuple[Callable[[MemoryConnection], None], Callable[[MemoryConnection], None]],
 ) -> tuple[MemoryConnection, MemoryConnection]:
     """The two ends of a new connection: that of ids[0], which connects, and that of ids[1]."""
-    near = MemoryConnection(travel, uplink, window=window, ids=ids, alpn=alpn, released=released[0])
-    far = MemoryConnection(
-        travel, uplink, window=window, ids=(ids[1], ids[0]), alpn=alpn, released=released[1]
-    )
+    near = MemoryConnection(world, ids, alpn, released[0])
+    far = MemoryConnection(world, (ids[1], ids[0]), alpn, released[1])
     near.pair(far)
     far.pair(near)
     return near, far
@@ -420,17 +431,11 @@ class MemoryDiscovery:
         targets = [one for one in reached if one is not None and one.node_id == peer]
         if self._closed or not targets or self._world.is_cut(self.node_id, peer):
             raise Unreachable(f"no address of {peer[:5].hex()} led to it: is it up?")
-        near, far = connect_ends(
-            self._world.travel,
-            self._world.uplink,
-            window=self._world.window,
-            ids=(self.node_id, peer),
-            alpn=CARRYING,
-            released=(_forget, _forget),
-        )
+        near, far = connect_ends(self._world, (self.node_id, peer), CARRYING, (_forget, _forget))
         try:
             stream = await near.open_stream()
             await near.carry(stream)
+            near.announce(stream)
             if not targets[0].hears(self.node_id, await far.accept_stream()):
                 raise Unreachable(f"{peer[:5].hex()} takes no streams now: try another peer")
             return await talk(stream)
@@ -520,10 +525,6 @@ Delay = Callable[[bytes, bytes], Awaitable[None]]
 """Called with (from, to) before every piece of data and every handshake; it may sleep."""
 
 
-async def no_limit(source: bytes, size: int) -> None:
-    """The uplink of a world in which every line is as fast as the machine."""
-
-
 async def no_delay(source: bytes, target: bytes) -> None:
     """The delay of a world without latency."""
 
@@ -531,18 +532,20 @@ async def no_delay(source: bytes, target: bytes) -> None:
 class MemoryNetwork:
     """Everything that exists in one world: its nodes, its addresses, and which links are cut.
 
-    `delay` makes latency, `uplink` narrow lines.
+    `delay` makes latency for tests of order; `lines`, in place of it, latency and rates as of real lines.
     """
 
-    def __init__(self, *, delay: Delay = no_delay, uplink: Uplink = no_limit) -> None:
+    def __init__(self, *, delay: Delay = no_delay, lines: AccessLines | None = None) -> None:
         self.delay = delay
-        self.uplink = uplink
+        self.lines = lines
         self.window = WINDOW
         self.changed = Notifier()
         self.transports: dict[str, MemoryTransport] = {}
         self.discoveries: dict[str, MemoryDiscovery] = {}
         self._cut: set[frozenset[bytes]] = set()
         self._stalled: set[frozenset[bytes]] = set()
+        self._waiting: list[tuple[frozenset[bytes], Callable[[], None]]] = []
+        """What came over a line to a stalled link."""
         self._serial = itertools.count(1)
 
     def transport(
@@ -575,6 +578,9 @@ class MemoryNetwork:
         self._cut.discard(frozenset((a, b)))
         self._stalled.discard(frozenset((a, b)))
         self.changed.fire()
+        waiting, self._waiting = self._waiting, []
+        for link, arrive in waiting:
+            self._hand_over(link, arrive)
 
     def drop(self, node_id: bytes) -> None:
         """Kill a node: its connections are lost on both sides and nobody reaches it again.
@@ -598,9 +604,27 @@ class MemoryNetwork:
 
     async def travel(self, source: bytes, target: bytes, over: Callable[[], bool]) -> None:
         """Return when something sent by `source` would be at `target`, or once over() is true."""
-        await self.delay(source, target)
+        if self.lines is None:
+            await self.delay(source, target)
+        else:
+            await asyncio.sleep(self.lines.latency_s(source, target))
         while frozenset((source, target)) in self._stalled and not over():
             await self.changed.wait()
+
+    def deliver(self, source: bytes, target: bytes, arrive: Callable[[], None]) -> None:
+        """Call `arrive`, which came over a line, unless the link is stalled: then after heal()."""
+        self._hand_over(frozenset((source, target)), arrive)
+
+    def _hand_over(self, link: frozenset[bytes], arrive: Callable[[], None]) -> None:
+        if link in self._stalled:
+            self._waiting.append((link, arrive))
+        else:
+            arrive()
+
+    @property
+    def packet(self) -> int:
+        """Bytes that are sent at once: over narrow lines few, so that a reader sees them come."""
+        return self.window if self.lines is None else min(self.window, PACKET)
 
     def forget(self, transport: "MemoryTransport") -> None:
         """Take an endpoint out of the world."""
@@ -700,14 +724,8 @@ class MemoryTransport:
         target = self._find(peer, addresses)
         if not target.speaks(alpn):
             raise Unreachable(f"{short(peer)} does not speak {alpn!r}: is its version ours?")
-        near, far = connect_ends(
-            self._network.travel,
-            self._network.uplink,
-            window=self._network.window,
-            ids=(self._node_id, peer),
-            alpn=alpn,
-            released=(self.released, target.released),
-        )
+        ids, released = (self._node_id, peer), (self.released, target.released)
+        near, far = connect_ends(self._network, ids, alpn, released)
         far.remote = self.public
         if not target.admit(far):
             raise Unreachable(f"{short(peer)} takes no more connections now: try again later")

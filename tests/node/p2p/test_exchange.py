@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.access_lines import uplinks
 from support.exchange_world import (
     KIB,
     Bare,
     ExchangeNetwork,
     bytes_of,
     copies_sent,
-    lines,
     node_id,
     payload,
 )
@@ -64,7 +64,7 @@ async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int)
     chunks = payload(count, 32 * KIB)
     names = ["origin", *(f"w{number}" for number in range(workers))]
     rates = {node_id(name): 10 * MBIT for name in names}
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
         nodes = [world.add(name) for name in names[1:]]
@@ -77,7 +77,7 @@ async def test_a_swarm_costs_the_origin_about_one_copy(workers: int, count: int)
 async def test_two_workers_share_out_what_the_origin_sends_and_pass_it_to_each_other() -> None:
     chunks = payload(30, 32 * KIB)
     rates = {node_id(name): 40 * MBIT for name in ("origin", "w0", "w1")}
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin, first, second = (world.add(name) for name in ("origin", "w0", "w1"))
         origin.hold(chunks)
         await all_fetch([first, second], refs(chunks), origin)
@@ -102,7 +102,7 @@ async def test_a_late_joiner_fetches_from_neighbours_and_leaves_the_origin_alone
 async def test_a_worker_passes_on_what_it_has_while_it_still_fetches() -> None:
     chunks = payload(20, 32 * KIB)
     rates = {node_id("origin"): 1 * MBIT}
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin, first, second = (world.add(name) for name in ("origin", "w0", "w1"))
         origin.hold(chunks)
         world.network.partition(second.id, origin.id)
@@ -121,7 +121,7 @@ async def test_a_worker_passes_on_what_it_has_while_it_still_fetches() -> None:
 async def test_what_is_in_the_store_is_not_fetched_again_after_a_kill(tmp_path: Path) -> None:
     chunks = payload(40, 32 * KIB)
     rates = {node_id("origin"): 4 * MBIT}
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
         before = world.add("w0", store=FileStore(tmp_path, max_bytes=1 << 30, fsync=False))
@@ -145,7 +145,7 @@ async def test_what_is_in_the_store_is_not_fetched_again_after_a_kill(tmp_path: 
 async def test_a_slow_neighbour_does_not_slow_the_others() -> None:
     chunks = payload(24, 128 * KIB)
     rates = {node_id("slow"): 0.5 * MBIT}
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin, worker = world.add("origin"), world.add("w0")
         slow, fast = world.add("slow"), world.add("fast")
         for holder in (origin, slow, fast):
@@ -199,7 +199,7 @@ async def test_a_crowd_that_waits_in_line_for_longer_than_for_the_dead_gets_ever
     monkeypatch.setattr("primerl.node.p2p.serve.BEAT_S", 0.1)
     chunks = payload(1)
     rates = {node_id(name): 64 * KIB / chunk_s for name in ("origin", "holder")}
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin, holder = world.add("origin"), world.add("holder")
         workers = [world.add(f"w{number}") for number in range(24)]
         for one in (origin, holder):

@@ -2,13 +2,13 @@
 
 import asyncio
 
+from support.access_lines import uplinks
 from support.exchange_world import (
     KIB,
     Bare,
     ExchangeNetwork,
     bytes_of,
     copies_sent,
-    lines,
     node_id,
     payload,
 )
@@ -116,7 +116,7 @@ async def test_a_swarm_with_every_kind_of_bad_neighbour_loses_no_chunk() -> None
     chunks = payload(40, SIZE)
     names = ["origin", *(f"w{number}" for number in range(8))]
     rates = {node_id(name): 40 * MBIT for name in names}
-    async with ExchangeNetwork(MemoryNetwork(uplink=lines(rates))) as world:
+    async with ExchangeNetwork(MemoryNetwork(lines=uplinks(rates))) as world:
         origin = world.add("origin")
         origin.hold(chunks)
         workers = [world.add(name) for name in names[1:]]

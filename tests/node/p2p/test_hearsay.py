@@ -4,7 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection
 
-from support.exchange_world import KIB, Bare, ExchangeNetwork, copies_sent, lines, node_id, payload
+from support.access_lines import uplinks
+from support.exchange_world import KIB, Bare, ExchangeNetwork, copies_sent, node_id, payload
 from support.exchange_world import references as refs
 from support.memory_network import MemoryNetwork
 from support.memory_store import MemoryStore
@@ -65,7 +66,7 @@ async def test_a_holder_that_only_gossip_names_spares_the_origin() -> None:
 @on_virtual_time
 async def test_a_holder_that_gossip_names_during_the_fetch_is_asked_too() -> None:
     chunks = payload(20, SIZE)
-    network = MemoryNetwork(uplink=lines({node_id("origin"): 2.0 * SIZE}))
+    network = MemoryNetwork(lines=uplinks({node_id("origin"): 2.0 * SIZE}))
     async with ExchangeNetwork(network) as world:
         origin, holder, worker = (world.add(name) for name in ("origin", "holder", "w0"))
         origin.hold(chunks)

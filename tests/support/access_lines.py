@@ -1,0 +1,105 @@
+"""Access lines of nodes: packets of all streams of a node leave in turns at its rate, and arrive later.
+
+A writer does not wait for its bytes to arrive: a long line is filled. Nothing is lost, and packets of one flow
+keep their order.
+"""
+
+import asyncio
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+
+MBIT_S = 125_000.0
+"""Bytes per second."""
+PACKET = 16 * 1024
+"""Bytes that a line carries at once."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A node's line."""
+
+    up: float = math.inf
+    """Bytes per second."""
+    down: float = math.inf
+    latency_s: float = 0.0
+    """Of a packet, between the node and the middle of the network."""
+
+
+@dataclass
+class _Packet:
+    target: bytes
+    size: int
+    arrive: Callable[[], None]
+
+
+@dataclass
+class _Uplink:
+    line: Line
+    flows: OrderedDict[Hashable, deque[_Packet]] = field(
+        default_factory=OrderedDict[Hashable, deque[_Packet]]
+    )
+    busy: bool = False
+
+
+class AccessLines:
+    """The lines of all nodes."""
+
+    def __init__(self, line_of: Callable[[bytes], Line]) -> None:
+        """`line_of` is asked once for each node."""
+        self._line_of = line_of
+        self._uplinks: dict[bytes, _Uplink] = {}
+        self._free_at: dict[bytes, float] = {}
+        """When all that is on its way to a node will have come down its line."""
+        self.sent: Counter[bytes] = Counter()
+        """Bytes that left each node."""
+
+    def latency_s(self, source: bytes, target: bytes) -> float:
+        """Return the seconds that a packet without bytes takes on an idle line."""
+        return self._uplink(source).line.latency_s + self._uplink(target).line.latency_s
+
+    def send(
+        self, flow: Hashable, source: bytes, target: bytes, size: int, arrive: Callable[[], None]
+    ) -> None:
+        """Queue a packet of `size` bytes behind the others of its `flow`; call `arrive` when it is there."""
+        uplink = self._uplink(source)
+        uplink.flows.setdefault(flow, deque()).append(_Packet(target, size, arrive))
+        if not uplink.busy:
+            self._send_next(source, uplink)
+
+    def drop(self, flow: Hashable, source: bytes) -> None:
+        """Forget the packets of `flow` that have not left yet."""
+        self._uplink(source).flows.pop(flow, None)
+
+    def _uplink(self, node: bytes) -> _Uplink:
+        if node not in self._uplinks:
+            self._uplinks[node] = _Uplink(self._line_of(node))
+        return self._uplinks[node]
+
+    def _send_next(self, source: bytes, uplink: _Uplink) -> None:
+        uplink.busy = bool(uplink.flows)
+        if not uplink.flows:
+            return
+        flow, packets = uplink.flows.popitem(last=False)
+        packet = packets.popleft()
+        if packets:
+            uplink.flows[flow] = packets
+        asyncio.get_running_loop().call_later(
+            packet.size / uplink.line.up, self._left, source, uplink, packet
+        )
+
+    def _left(self, source: bytes, uplink: _Uplink, packet: _Packet) -> None:
+        loop = asyncio.get_running_loop()
+        self.sent[source] += packet.size
+        due = loop.time() + self.latency_s(source, packet.target)
+        due = max(due, self._free_at.get(packet.target, due))
+        due += packet.size / self._uplink(packet.target).line.down
+        self._free_at[packet.target] = due
+        loop.call_at(due, packet.arrive)
+        self._send_next(source, uplink)
+
+
+def uplinks(rates: Mapping[bytes, float]) -> AccessLines:
+    """Make lines with these rates up, bytes/s by node; those of others are unlimited."""
+    return AccessLines(lambda node: Line(up=rates.get(node, math.inf)))
