@@ -274,7 +274,7 @@ HALF_LIFE_S = 10.0
 MAX_ACCOUNTS = 1024
 
 
-@dataclass
+@dataclass(eq=False)
 class QueuedUpload:
     """A request that waits for a slot."""
 
@@ -282,7 +282,7 @@ class QueuedUpload:
     granted: "asyncio.Future[ActiveUpload]"
 
 
-@dataclass
+@dataclass(eq=False)
 class ActiveUpload:
     """An upload that holds a slot."""
 
