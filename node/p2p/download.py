@@ -15,6 +15,7 @@ import random
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 
 from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -118,21 +119,15 @@ class Fetch:
         self._heard = max(self._heard, self.state.heard)
         return self._heard
 
-    async def wait_news(self, timeout: float = TICK_S) -> None:
-        """Wait until something changes, or for `timeout` seconds."""
-        try:
-            async with asyncio.timeout(timeout):
-                await self.news.wait()
-        except TimeoutError:
-            pass  # the caller looks again either way
-
-    async def announce_late(self) -> None:
-        """Wake the loops whenever a download becomes late, so that another source joins it at once."""
-        late = 0
+    async def announce(self) -> None:
+        """Wake the loops every TICK_S, and when a download becomes late, so that another source joins it."""
+        late, announced = 0, self.begun
         while True:
             await asyncio.sleep(self.look_s)
-            before, late = late, self.state.late(time.monotonic())
-            if late > before:
+            now = time.monotonic()
+            before, late = late, self.state.late(now)
+            if late > before or now - announced >= TICK_S:
+                announced = now
                 self.news.fire()
 
     def depth(self) -> int:
@@ -243,7 +238,9 @@ class NeighbourFetch:
         self._detoured = False
         self._failures = 0
         self._gone = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way = 0
+        """Downloads from it."""
 
     async def run(self) -> None:
         """Fetch from it until it is dropped or the fetch is over."""
@@ -256,12 +253,11 @@ class NeighbourFetch:
                 ):
                     self._detoured = True
                     self.looked.set()
-                    self._tasks.append(tasks.create_task(self._download_blindly()))
+                    self._tasks.add(tasks.create_task(self._download_blindly()))
                     return
                 for window in windows:
-                    self._tasks.append(tasks.create_task(self._watch(window)))
-                for number in range(DEPTH_MAX):
-                    self._tasks.append(tasks.create_task(self._download(number)))
+                    self._tasks.add(tasks.create_task(self._watch(window)))
+                self._tasks.add(tasks.create_task(self._download(tasks)))
         finally:
             self._fetch.state.withdraw(self.peer, time.monotonic())
             self._fetch.neighbours.discard(self.peer)
@@ -314,24 +310,35 @@ class NeighbourFetch:
 
     # -- downloading them ------------------------------------------------------------------------
 
-    async def _download(self, number: int) -> None:
+    async def _download(self, tasks: asyncio.TaskGroup) -> None:
+        """Keep as many downloads under way as it may have; one task, as each piece of news wakes it."""
         while not self._gone:
-            chunk = self._choose_chunk(number)
+            chunk = self._choose_chunk()
             if chunk is None:
-                await self._fetch.wait_news()
-            else:
-                await self._get(chunk)
+                await self._fetch.news.wait()
+                continue
+            self._under_way += 1
+            download = self._fetch.download(self.peer, chunk)
+            task = tasks.create_task(self._get(chunk, download))
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._ended, download))
 
-    def _choose_chunk(self, number: int) -> ChunkRef | None:
+    def _ended(self, download: ChunkDownload, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._under_way -= 1
+        self._fetch.state.end(
+            download, time.monotonic()
+        )  # its task may have been cancelled unbegun
+        self._fetch.news.fire()
+
+    def _choose_chunk(self) -> ChunkRef | None:
         allowed = self._fetch.depth() if self._proven else 1
-        if number >= allowed or self._fetch.full():
+        if self._under_way >= allowed or self._fetch.full():
             return None
         state = self._fetch.state
         return state.next_of(self.peer) or state.late_of(self.peer, time.monotonic())
 
-    async def _get(self, chunk: ChunkRef) -> None:
-        download = self._fetch.download(self.peer, chunk)
-
+    async def _get(self, chunk: ChunkRef, download: ChunkDownload) -> None:
         def start() -> bool:
             download.begun = time.monotonic()
             return self._fetch.state.starts(download, download.begun)
@@ -411,7 +418,7 @@ class NeighbourFetch:
         while not self._gone:
             free = self._fetch.state.unheld(self.peer, time.monotonic())
             if not free or self._fetch.full():
-                await self._fetch.wait_news()
+                await self._fetch.news.wait()
                 continue
             await self._get_by_path(self._fetch.state.chance.choice(free))
 
@@ -450,11 +457,13 @@ STUCK_S = 120.0
 
 
 class OriginFetch:
-    """Ask the origin and the seeds for chunks that no neighbour holds; several loops share one."""
+    """Ask the origin and the seeds for chunks that no neighbour holds."""
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
         self._fetcher = fetch.fetcher
+        self._under_way = 0
+        """Requests to the origin, and its downloads."""
         self._asking: set[ChunkDownload] = set()
         """Requests for which the origin has not chosen a chunk yet."""
         self._heard = fetch.begun
@@ -464,24 +473,35 @@ class OriginFetch:
         self._failing_since: float | None = None
         self._absent: dict[str, set[bytes]] = {seed.name: set() for seed in fetch.fetcher.seeds}
 
-    async def run(self, number: int) -> None:
-        """Run loop `number`: ask the origin whenever there is something to ask for."""
-        while True:
-            now = time.monotonic()
-            self._give_up(now)
-            if now < self._resting_until:
-                await asyncio.sleep(self._resting_until - now)
-            elif number >= self._fetch.depth() or self._fetch.full():
-                await self._fetch.wait_news()
-            elif len(wanted := self._wanted(now)) <= len(self._asking):
-                await self._look_later()
-            else:
-                await self._ask(wanted)
+    async def run(self) -> None:
+        """Ask the origin whenever there is something to ask for."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                now = time.monotonic()
+                self._give_up(now)
+                if now < self._resting_until:
+                    await asyncio.sleep(self._resting_until - now)
+                elif self._under_way >= self._fetch.depth() or self._fetch.full():
+                    await self._fetch.news.wait()
+                elif len(wanted := self._wanted(now)) <= len(self._asking):
+                    await self._look_later()
+                else:
+                    self._under_way += 1
+                    download = self._fetch.download(self._fetch.origin, None)
+                    self._asking.add(download)
+                    task = tasks.create_task(self._ask(wanted, download))
+                    task.add_done_callback(partial(self._ended, download))
+                    await asyncio.sleep(0)  # it takes its chunk at once where it may choose
+
+    def _ended(self, download: ChunkDownload, _: asyncio.Task[None]) -> None:
+        self._under_way -= 1
+        self._asking.discard(download)
+        self._fetch.news.fire()
 
     async def _look_later(self) -> None:
         """Wait for news; the least wait grows with the missing chunks that the next check goes through."""
         await asyncio.sleep(LOOK_S_PER_CHUNK * len(self._fetch.state.missing))
-        await self._fetch.wait_news()
+        await self._fetch.news.wait()
 
     # -- the origin ------------------------------------------------------------------------------
 
@@ -508,13 +528,11 @@ class OriginFetch:
             self._fetch.state.doubted(peer, now) for peer in self._fetch.neighbours
         )
 
-    async def _ask(self, wanted: list[ChunkRef]) -> None:
+    async def _ask(self, wanted: list[ChunkRef], download: ChunkDownload) -> None:
         now = time.monotonic()
         urgent = not self._fetch.neighbours or self._impatient(now)
         chance = self._fetch.state.chance
         offered = chance.sample(wanted, OFFERED) if len(wanted) > OFFERED else wanted
-        download = self._fetch.download(self._fetch.origin, None)
-        self._asking.add(download)
         paths, scores = self._fetcher.paths, self._fetcher.scores
         around = paths if scores.detoured(download.source, now) else None
         try:
@@ -624,7 +642,7 @@ class OriginFetch:
                 if chunk.digest not in absent
             ]
             if not self._awake(seed, now) or not free or self._fetch.full():
-                await self._fetch.wait_news()
+                await self._fetch.news.wait()
             else:
                 await self._ask_seed(seed, self._fetch.state.chance.choice(free))
 
@@ -765,7 +783,7 @@ class BlobFetcher:
             awaited = [neighbour for neighbour in followed if neighbour.peer in hoped] or followed
             working.append(tasks.create_task(self._from_origin(fetch, awaited, few)))
             working.append(tasks.create_task(self._try_more(fetch, chosen, spare, holders)))
-            working.append(tasks.create_task(fetch.announce_late()))
+            working.append(tasks.create_task(fetch.announce()))
             await fetch.over.wait()
             self._judge(fetch)
             for task in working:
@@ -866,8 +884,7 @@ class BlobFetcher:
             for seed in self.seeds:
                 for _ in range(DEPTH):
                     tasks.create_task(origin.run_seed(seed))
-            for number in range(DEPTH_MAX):
-                tasks.create_task(origin.run(number))
+            tasks.create_task(origin.run())
 
     async def _first_look(self, followed: Sequence[NeighbourFetch], patience: float) -> None:
         """Wait until the neighbours have listed their chunks, so that the origin is not asked for these."""

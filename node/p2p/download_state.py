@@ -56,6 +56,7 @@ class ChunkDownload:
     heard: float = 0.0
     """Time at which its source last sent anything, even that we are in its queue."""
     leash: asyncio.Timeout | None = None
+    ended: bool = False
 
     def stop(self) -> None:
         """Call it to end the download from outside: another source was faster. Twice is fine."""
@@ -300,9 +301,10 @@ class DownloadState:
                 account.owes_since = download.asked
 
     def end(self, download: ChunkDownload, now: float, *, failed: bool = False) -> None:
-        """Remove a download that is over; a source that `failed` to send still owes us a chunk."""
-        if download.chunk is None:
+        """Remove a download that is over, once; a source that `failed` to send still owes us a chunk."""
+        if download.chunk is None or download.ended:
             return
+        download.ended = True
         account = self.accounts.get(download.source)
         if account is not None:
             account.requests -= 1
