@@ -83,7 +83,7 @@ class ChunkArrivals:
         self._events: dict[bytes, asyncio.Event] = {}
         self._waiting: Counter[asyncio.Event] = Counter()
         self._expected: Counter[bytes] = Counter()
-        self._watches: set[ChunkWatch] = set()
+        self._watches: dict[ChunkWatch, None] = {}  # in order, so that a simulation repeats
 
     @property
     def watched(self) -> int:
@@ -111,11 +111,11 @@ class ChunkArrivals:
     def watching(self, names: Sequence[bytes]) -> Generator[ChunkWatch]:
         """Open a watch that hears of every chunk from now on; the caller adds those already held."""
         watch = ChunkWatch(names)
-        self._watches.add(watch)
+        self._watches[watch] = None
         try:
             yield watch
         finally:
-            self._watches.discard(watch)
+            self._watches.pop(watch, None)
 
     def arrived(self, name: bytes) -> None:
         """Wake all waiters for this chunk."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
@@ -400,10 +401,16 @@ class MemoryDiscovery:
         self._wanted = tuple(bootstrap)
         others = [d for d in self._world.discoveries.values() if d is not self]
         self._world.discoveries[self.address] = self
-        for other in others:
-            if other.wants(self.address) or self.wants(other.address):
-                self.meet(other)
-                other.meet(self)
+        mesh = self._world.mesh
+        if mesh is not None:
+            chosen = random.sample(others, min(mesh, len(others)))
+        else:
+            chosen = [
+                other for other in others if other.wants(self.address) or self.wants(other.address)
+            ]
+        for other in chosen:
+            self.meet(other)
+            other.meet(self)
 
     async def publish(self, sealed: bytes) -> None:
         """Flood a fact to every node that our neighbours lead to."""
@@ -488,16 +495,26 @@ class MemoryDiscovery:
 
     def hear(self, sealed: bytes, source: bytes) -> None:
         """Take a fact from a neighbour and pass it on, once."""
-        if not self._is_new(sealed):
+        if self._closed or not self._is_new(sealed):
             return
         self._facts.append(GossipFact(sealed, source))
         self._arrived.fire()
-        self._spread(sealed)
+        self._spread(sealed, source)
 
-    def _spread(self, sealed: bytes) -> None:
+    def _spread(self, sealed: bytes, source: bytes = b"") -> None:
+        lines = self._world.lines
         for neighbour in list(self._neighbours.values()):
-            if not self._world.loses_gossip(self.node_id, neighbour.node_id):
-                neighbour.hear(sealed, self.node_id)
+            if neighbour.node_id == source:
+                continue
+            if self._world.loses_gossip(self.node_id, neighbour.node_id):
+                continue
+            hear = partial(neighbour.hear, sealed, self.node_id)
+            if lines is None:
+                hear()
+            else:
+                self._world.gossiped += len(sealed)
+                flow = self.node_id, neighbour.node_id
+                lines.send(flow, self.node_id, neighbour.node_id, len(sealed), hear)
 
     def _is_new(self, sealed: bytes) -> bool:
         name = digest(sealed)
@@ -533,9 +550,19 @@ class MemoryNetwork:
     """Everything that exists in one world: its nodes, its addresses, and which links are cut.
 
     `delay` makes latency for tests of order; `lines`, in place of it, latency and rates as of real lines.
+    Discoveries gossip with `mesh` earlier ones, drawn at random; None: with bootstrap nodes alone.
     """
 
-    def __init__(self, *, delay: Delay = no_delay, lines: AccessLines | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        delay: Delay = no_delay,
+        lines: AccessLines | None = None,
+        mesh: int | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.gossiped = 0
+        """Bytes of facts that went over lines."""
         self.delay = delay
         self.lines = lines
         self.window = WINDOW
@@ -644,7 +671,7 @@ class MemoryTransport:
         self._network = network
         self._node_id = node_id
         self._alpns = tuple(alpns)
-        self._connections: set[MemoryConnection] = set()
+        self._connections: dict[MemoryConnection, None] = {}
         self._closed = False
         self.public = ""
         """IP address that others see of it; empty where they see none."""
@@ -706,14 +733,14 @@ class MemoryTransport:
 
     def released(self, connection: MemoryConnection) -> None:
         """A connection of ours is gone."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._network.changed.fire()
 
     def admit(self, connection: MemoryConnection) -> bool:
         """Queue an incoming connection; False when too many wait already."""
         if not self._incoming.offer(connection):
             return False
-        self._connections.add(connection)
+        self._connections[connection] = None
         return True
 
     def speaks(self, alpn: bytes) -> bool:
@@ -729,7 +756,7 @@ class MemoryTransport:
         far.remote = self.public
         if not target.admit(far):
             raise Unreachable(f"{short(peer)} takes no more connections now: try again later")
-        self._connections.add(near)
+        self._connections[near] = None
         return near
 
     def _find(self, peer: bytes, addresses: Sequence[str]) -> "MemoryTransport":

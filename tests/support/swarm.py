@@ -229,6 +229,10 @@ class Swarm:
         """The backend of the trainer that runs now."""
         return self.backends[-1]
 
+    def make_backend(self) -> WitnessBackend:
+        """Make the backend of a trainer that starts."""
+        return WitnessBackend(self.fakes)
+
     def read_ticket(self) -> Ticket:
         """Read and open the ticket."""
         return tickets.read(self.ticket, now=int(time.time()))
@@ -409,7 +413,7 @@ class Swarm:
         """The fakes of one node."""
 
         def backend(config: RunConfig) -> WitnessBackend:
-            self.backends.append(WitnessBackend(self.fakes))
+            self.backends.append(self.make_backend())
             return self.backends[-1]
 
         def engine(config: EngineConfig) -> Engine:

@@ -2,13 +2,23 @@
 
 import asyncio
 import functools
+import hashlib
+import random
 import selectors
+import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
+from unittest.mock import patch
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+FIXED_DATE = 1_800_000_000.0
+"""Unix seconds."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -50,15 +60,73 @@ class _Leaping(selectors.DefaultSelector):
         return events
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` on a clock of its own, which time.monotonic() tells too meanwhile."""
-    real = time.monotonic
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        time.monotonic = runner.get_loop().time
-        try:
-            return runner.run(work)
-        finally:
-            time.monotonic = real
+def run(work: Coroutine[Any, Any, T], *, seed: int | None = None) -> T:
+    """Run `work` on a clock of its own, which time.monotonic() tells too meanwhile.
+
+    With a `seed`, time.time() and the clocks that are defaults of arguments tell it too, from FIXED_DATE on,
+    and all randomness comes from the seed: what is run again does the same, in another process if both have
+    the same PYTHONHASHSEED.
+    """
+    with ExitStack() as patched, asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        clock = runner.get_loop().time
+        clocks: dict[Any, Any] = {time.monotonic: clock}
+        if seed is not None:
+            began = clock()
+            clocks[time.time] = lambda: FIXED_DATE + clock() - began
+            _replace_defaults(clocks, patched)
+            _seed(seed, patched)
+        for real, virtual in clocks.items():
+            patched.enter_context(patch.object(time, real.__name__, virtual))
+        return runner.run(work)
+
+
+def _replace_defaults(clocks: Mapping[Any, Any], patched: ExitStack) -> None:
+    """Put virtual clocks in place of real ones that functions of the product have as defaults."""
+    for function in _functions():
+        defaults, named = function.__defaults__ or (), function.__kwdefaults__ or {}
+        if any(value in clocks for value in (*defaults, *named.values()) if callable(value)):
+            patched.callback(setattr, function, "__defaults__", function.__defaults__)
+            patched.callback(setattr, function, "__kwdefaults__", function.__kwdefaults__)
+            function.__defaults__ = tuple(_clock(value, clocks) for value in defaults)
+            function.__kwdefaults__ = {name: _clock(value, clocks) for name, value in named.items()}
+
+
+def _functions() -> Iterator[FunctionType]:
+    """Yield the functions and methods of all modules of the product that are loaded."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("primerl.")]
+    for value in [value for module in modules for value in vars(module).values()]:
+        members = vars(value).values() if isinstance(value, type) else (value,)
+        yield from (member for member in members if isinstance(member, FunctionType))
+
+
+def _clock(value: Any, clocks: Mapping[Any, Any]) -> Any:
+    return clocks.get(value, value) if callable(value) else value
+
+
+def _seed(seed: int, patched: ExitStack) -> None:
+    """Take what the system would draw at random from `seed`, until `patched` ends.
+
+    Each place in the code has a sequence of its own: what a library draws when it is first imported changes
+    nothing for others.
+    """
+    counts: Counter[tuple[str, int]] = Counter()
+    own = random.Random.seed
+
+    def draw(size: int) -> bytes:
+        frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+        while frame.f_back and frame.f_globals["__name__"] in (__name__, "random", "secrets"):
+            frame = frame.f_back
+        place = frame.f_globals["__name__"], frame.f_lineno
+        counts[place] += 1
+        return hashlib.shake_256(repr((seed, place, counts[place])).encode()).digest(size)
+
+    def begin(self: random.Random, a: Any = None, version: int = 2) -> None:
+        own(self, draw(8) if a is None else a, version)
+
+    patched.enter_context(patch.object(random, "_urandom", draw))
+    patched.enter_context(patch.object(random.Random, "seed", begin))
+    patched.callback(random.setstate, random.getstate())
+    random.seed(seed)
 
 
 def on_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
