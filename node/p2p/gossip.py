@@ -5,6 +5,7 @@ Gossip is the fast path only: nothing waits for it, and commands never come this
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 
@@ -23,6 +24,8 @@ from .peers import PeerTable
 HOLDING_TTL_S = 600
 HOLDING_INTERVAL_S = 1.0
 """Seconds between two facts of one node: if versions pass faster, only the latest is announced."""
+HOLDERS = 128
+"""Nodes that announce a version, on average: every node hears and checks each of them, and asks a few."""
 
 
 def read_holding(sealed: bytes, run: bytes, now: int) -> tuple[Holding, int]:
@@ -64,7 +67,10 @@ class HoldingsAnnouncer:
 
 logger = logging.getLogger(__name__)
 
-RECORD_INTERVAL_S = 20.0
+RECORD_INTERVAL_S, RECORD_INTERVAL_MAX_S = 20.0, 1200.0
+"""Seconds between two records of one node; the longest is well below the life of a record."""
+RECORDS_PER_S = 5.0
+"""Records of all nodes together: the more nodes, the longer each waits, as in RTCP (RFC 3550, 6.2)."""
 
 
 def read_record(sealed: bytes, run: bytes, now: int) -> PeerRecord:
@@ -75,8 +81,18 @@ def read_record(sealed: bytes, run: bytes, now: int) -> PeerRecord:
     return opened.body
 
 
+def record_interval(nodes: int) -> float:
+    """Return the seconds between two records of one node, in a swarm of so many."""
+    return min(max(RECORD_INTERVAL_S, nodes / RECORDS_PER_S), RECORD_INTERVAL_MAX_S)
+
+
 class Gossip:
-    """Pass facts between discovery and this node's state."""
+    """Pass facts between discovery and this node's state.
+
+    A fact reaches all nodes, so the more of them there are, the less often each speaks: what one node hears
+    does not grow with the swarm. Who gossips records of nodes that do not exist makes others speak less;
+    nothing waits for it.
+    """
 
     def __init__(
         self,
@@ -88,8 +104,12 @@ class Gossip:
         holdings: HoldingsAnnouncer,
         on_fraud: Callable[[RemoteProtocolError], None],
         admitted: asyncio.Event | None = None,
+        chance: Callable[[], float] = random.random,
     ) -> None:
-        """`admitted` is set once this node may be announced; a second one with its key must not be."""
+        """`admitted` is set once this node may be announced; a second one with its key must not be.
+
+        `chance` draws from 0 to 1.
+        """
         self._discovery = discovery
         self._book = book
         self._peers = peers
@@ -97,6 +117,7 @@ class Gossip:
         self._holdings = holdings
         self._on_fraud = on_fraud
         self._admitted = admitted
+        self._chance = chance
 
     async def run(self) -> None:
         """Listen and announce until cancelled."""
@@ -110,11 +131,13 @@ class Gossip:
             await self._admitted.wait()
         while True:
             await self._discovery.publish(self._record())
-            await asyncio.sleep(RECORD_INTERVAL_S)
+            await asyncio.sleep(record_interval(self._peers.with_records()))
 
     async def _tell(self) -> None:
         while True:
-            await self._discovery.publish(await self._holdings.take())
+            sealed = await self._holdings.take()
+            if self._chance() * self._peers.with_records() < HOLDERS:
+                await self._discovery.publish(sealed)
             await asyncio.sleep(HOLDING_INTERVAL_S)
 
     async def _listen(self) -> None:

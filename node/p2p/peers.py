@@ -141,6 +141,10 @@ class PeerTable:
         if peer is not None and not peer.hinted and peer.path() is None:
             self._drop(peer)
 
+    def with_records(self) -> int:
+        """Count the peers whose record we hold."""
+        return sum(peer.record is not None for peer in self._peers.values())
+
     def rows(self) -> list[Peer]:
         """Return a snapshot of all rows."""
         return list(self._peers.values())

@@ -1,41 +1,61 @@
-"""Simulate swarms of many nodes in virtual time, and measure how a version spreads.
+"""Simulate swarms of many nodes in virtual time: how versions spread, and how a swarm recovers.
 
-    python scripts/bench/scale.py [--peers N]... [--seed N] [--quick] [--json FILE]
+    python scripts/bench/scale.py [--peers N]... [--only PART] [--seed N] [--plots DIR] [--quick] [--json FILE]
 
 The nodes are the product's own (tests/support/simulated_swarm.py): a trainer and workers whose lines have 20
 Mbit/s up, 100 down and a round trip of 20 to 80 ms between two of them. Only engines, the learner and the
-environment are fakes. A version is a delta of 8 MB. The ideal tree is the least time in which parts of that
-size can reach everybody over these lines. CPU is the time of this process for all nodes together: a machine of
-a swarm spends that of one. The same seed gives the same figures, without those of CPU and wall time.
+environment are fakes. A version is a delta of 8 MB. Parts:
+
+    spread      how soon a version reaches swarms of several sizes, and what leaves the trainer. The ideal is
+                the least time in which parts of that size can reach everybody over these lines. CPU is that of
+                all nodes together
+    uplinks     the same for lines of several rates, and how many rollouts came too late to be learned from
+    recovery    how soon all have a version after half of them were cut off, and after the trainer was killed
+
+The same seed gives the same figures, without those of CPU.
 """
 
 import argparse
+import asyncio
 import contextlib
 import logging
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support import virtual_time
+from support.memory_network import GOSSIP
 from support.simulated_swarm import Home, SimulatedSwarm, share_at
 
+from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL
 from primerl.scripts.bench.report import Goal, at_most, conclude, make_parser
 
-PEERS = (10, 30, 100, 300)
-QUICK = (10, 30)
+PEERS, QUICK = (10, 30, 100), (10, 30)
 VERSIONS = 2
 """Measured, after one that is not: nobody knows yet how long a fetch takes."""
 COPIES = 2.0
 """Goal: copies of a version that leave the trainer."""
 TIMES = 3.0
-"""Goal: time until 99 % have a version, by that of the ideal tree."""
+"""Goal: time until 99 % have a version, by the ideal."""
 LATEST_S = 300.0
+"""Longest wait for a version."""
+UPLINKS = (2.0, 5.0, 10.0, 20.0, 50.0)
+"""Mbit/s of trainer and workers."""
+SOME = 20
+"""Workers of the other parts."""
+CUT_S = 60.0
+AGAIN_S = 30.0
+"""Goal: seconds after which all have the newest version again."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,89 +63,182 @@ class Row:
     """Spread of a version to a number of peers; the slowest of those measured."""
 
     peers: int
+    up_mbit: float
     half_s: float
     most_s: float
     """99 % have it."""
     all_s: float
     ideal_s: float
     copies: float
-    """Bytes that left the trainer until the next version, by those of a version."""
+    """Bytes of chunks that left the trainer until the next version, by those of a version."""
+    control: float
+    """Bytes/s that left the trainer in other messages, for each worker."""
     gossip: float
-    """Bytes of gossip that a node sent meanwhile, by those of a version."""
+    """Bytes/s of gossip that a node sent, on average."""
+    curve: list[float] = field(repr=False)
+    """Seconds until each worker had it."""
     cpu_s: float = field(compare=False)
     """Of all nodes, for one version."""
-    wall_s: float = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What happened after a fault."""
+
+    fault: str
+    peers: int
+    half_s: float
+    all_s: float
+    """Until all have the newest version of that moment, or a later one."""
+    copies: float
+    """Bytes of chunks that left the trainer meanwhile, by those of a version."""
+
+
+@dataclass(frozen=True)
+class Stale:
+    """Rollouts of a run on lines of a rate."""
+
+    up_mbit: float
+    step_s: float
+    most_s: float
+    """99 % have a version."""
+    trained: int
+    stale: int
+    """Rollouts that were too old when they came, or when their batch was cut."""
+
+
+def chunks_sent(swarm: SimulatedSwarm) -> int:
+    """Return the bytes of chunks that the trainer has sent."""
+    return swarm.lines.sent[swarm.trainer.node_id, ALPN_BLOBS]
+
+
+def other_sent(swarm: SimulatedSwarm) -> tuple[int, int]:
+    """Return the bytes of other messages of the trainer, and of gossip of all."""
+    sent = swarm.lines.sent
+    gossip = sum(size for (_, kind), size in sent.items() if kind == GOSSIP)
+    return sent[swarm.trainer.node_id, ALPN_CONTROL], gossip
+
+
+async def joined(swarm: SimulatedSwarm, peers: int) -> list[str]:
+    """Start a trainer and workers; return their names once all have a version and one more was published."""
+    await swarm.start_trainer()
+    await swarm.join_all(peers)
+    await swarm.until_published(max(swarm.published) + 1)
+    return list(swarm.workers)
 
 
 async def spread(directory: Path, home: Home, peers: int, versions: int) -> Row:
     """Measure versions in a swarm of `peers` workers that have joined before."""
-    names = [f"w{number}" for number in range(peers)]
     rows: list[Row] = []
     async with SimulatedSwarm(directory, home) as swarm:
-        await swarm.start_trainer()
-        await swarm.join_all(peers)
+        names = await joined(swarm, peers)
         first = max(swarm.published) + 1
-        for version in range(first, first + 1 + versions):
+        for version in range(first, first + versions):
             await swarm.until_published(version)
-            sent, gossiped = swarm.lines.sent[swarm.trainer.node_id], swarm.network.gossiped
-            cpu, wall = time.process_time(), time.perf_counter()
+            cpu, sent, others = time.process_time(), chunks_sent(swarm), other_sent(swarm)
             await swarm.until_covered(version, names, LATEST_S)
             await swarm.until_published(version + 1)
-            sent = swarm.lines.sent[swarm.trainer.node_id] - sent
-            gossiped = swarm.network.gossiped - gossiped
-            seconds = swarm.coverage(version, names)
+            lasted = swarm.published[version + 1] - swarm.published[version]
+            control, gossip = (
+                (after - before) / lasted
+                for before, after in zip(others, other_sent(swarm), strict=True)
+            )
+            curve = swarm.coverage(version, names)
             rows.append(
                 Row(
-                    peers,
-                    share_at(seconds, 0.5),
-                    share_at(seconds, 0.99),
-                    share_at(seconds, 1.0),
-                    home.ideal_s(peers),
-                    sent / home.version_bytes,
-                    gossiped / (peers + 1) / home.version_bytes,
-                    time.process_time() - cpu,
-                    time.perf_counter() - wall,
+                    peers=peers,
+                    up_mbit=home.up_mbit,
+                    half_s=share_at(curve, 0.5),
+                    most_s=share_at(curve, 0.99),
+                    all_s=share_at(curve, 1.0),
+                    ideal_s=home.ideal_s(peers),
+                    copies=(chunks_sent(swarm) - sent) / home.version_bytes,
+                    control=control / peers,
+                    gossip=gossip / (peers + 1),
+                    curve=curve,
+                    cpu_s=time.process_time() - cpu,
                 )
             )
-    return max(rows[1:], key=lambda row: row.most_s)
+    return max(rows, key=lambda row: row.most_s)
 
 
-def judge(rows: Sequence[Row]) -> list[Goal]:
+# -- faults --------------------------------------------------------------------------------------------
+
+
+async def partition(directory: Path, home: Home, peers: int) -> Recovery:
+    """Cut every second worker off from the trainer and the others for CUT_S."""
+    async with SimulatedSwarm(directory, home) as swarm:
+        names = await joined(swarm, peers)
+        ids = [swarm.workers[name].node_id for name in names]
+        near, far = [swarm.trainer.node_id, *ids[::2]], ids[1::2]
+        links = [(one, other) for one in near for other in far]
+        for link in links:
+            swarm.network.partition(*link)
+        await asyncio.sleep(CUT_S)
+        for link in links:
+            swarm.network.heal(*link)
+        return await recovered(swarm, f"half cut off for {CUT_S:.0f} s", names)
+
+
+async def restart(directory: Path, home: Home, peers: int) -> Recovery:
+    """Kill the trainer, and start it again from what its disk had."""
+    async with SimulatedSwarm(directory, home) as swarm:
+        names = await joined(swarm, peers)
+        await asyncio.sleep(home.step_s / 2)
+        await swarm.crash_trainer()
+        await swarm.start_trainer(resume=True)
+        await swarm.until_published(max(swarm.published) + 1)
+        return await recovered(swarm, "trainer killed and resumed", names)
+
+
+async def recovered(swarm: SimulatedSwarm, fault: str, names: Sequence[str]) -> Recovery:
+    """Measure from now until all have the newest version."""
+    began, sent = asyncio.get_running_loop().time(), chunks_sent(swarm)
+    version = max(swarm.published)
+    await swarm.until_covered(version, names, LATEST_S)
+    times = sorted(max(0.0, swarm.reached(name, version) - began) for name in names)
+    copies = (chunks_sent(swarm) - sent) / swarm.home.version_bytes
+    return Recovery(fault, len(names), share_at(times, 0.5), share_at(times, 1.0), copies)
+
+
+# -- output --------------------------------------------------------------------------------------------
+
+
+def judge(rows: Sequence[Row], recoveries: Sequence[Recovery]) -> list[Goal]:
     """Return every goal with the value reached."""
     goals: list[Goal] = []
     for row in rows:
-        name = f"{row.peers} peers"
-        goals.append(at_most(f"{name}: copies that leave the trainer", row.copies, COPIES))
+        name = f"{row.peers} peers, {row.up_mbit:g} Mbit/s"
+        goals.append(at_most(f"{name}: copies of chunks from the trainer", row.copies, COPIES))
         goals.append(at_most(f"{name}: 99 % to the ideal", row.most_s / row.ideal_s, TIMES, "x"))
+    for row in recoveries:
+        goals.append(at_most(f"{row.fault}: all have the newest", row.all_s, AGAIN_S, "s"))
     return goals
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    head = (
-        "peers",
-        "50 % s",
-        "99 % s",
-        "100 % s",
-        "ideal s",
-        "copies",
-        "gossip",
-        "CPU s",
-        "wall s",
-    )
-    print("".join(f"{cell:>10}" for cell in head))
-    for row in rows:
-        print(
-            f"{row.peers:>10}{row.half_s:>10.2f}{row.most_s:>10.2f}{row.all_s:>10.2f}{row.ideal_s:>10.2f}"
-            f"{row.copies:>10.2f}{row.gossip:>10.3f}{row.cpu_s:>10.1f}{row.wall_s:>10.1f}"
-        )
+def show(table: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of rows with the same fields; none without rows."""
+    if not table:
+        return
+    names = [name for name in table[0] if name != "curve"]
+    print("".join(f"{name:>12}" for name in names))
+    for row in table:
+        cells = [
+            f"{row[name]:.2f}" if isinstance(row[name], float) else row[name] for name in names
+        ]
+        print("".join(f"{cell:>12}" for cell in cells))
 
 
-def simulate(home: Home, peers: int, *, versions: int = VERSIONS) -> Row:
-    """Return the row of one swarm."""
+def simulate(home: Home, work: Callable[[Path, Home], Coroutine[Any, Any, T]]) -> T:
+    """Return what `work` finds in a swarm at `home`."""
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
         # by a relative path: a run's id depends on the name of its model, and all that is drawn on the id
-        return virtual_time.run(spread(Path(), home, peers, versions), seed=home.seed)
+        return virtual_time.run(work(Path(), home), seed=home.seed)
+
+
+def simulate_spread(home: Home, peers: int, *, versions: int = VERSIONS) -> Row:
+    """Return the row of one swarm."""
+    return simulate(home, partial(spread, peers=peers, versions=versions))
 
 
 def repeatable() -> None:
@@ -137,8 +250,11 @@ def repeatable() -> None:
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = make_parser(__doc__, f"{QUICK[0]} and {QUICK[-1]} peers: a minute")
+    parser = make_parser(
+        __doc__, f"spread to {QUICK[0]} and {QUICK[-1]} peers alone: a minute or two"
+    )
     parser.add_argument("--peers", type=int, action="append", metavar="N", help="of a swarm")
+    parser.add_argument("--only", choices=("spread", "uplinks", "recovery"), help="one part")
     parser.add_argument("--seed", type=int, default=1, help="of lines and of all randomness")
     return parser.parse_args()
 
@@ -148,12 +264,27 @@ def main() -> int:
     options = parse()
     repeatable()
     logging.disable(logging.ERROR)
+    home = Home(seed=options.seed)
+    rows: list[Row] = []
+    uplinks: list[Row] = []
+    recoveries: list[Recovery] = []
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory  # not in the user's list of running nodes
-        counts = options.peers or (QUICK if options.quick else PEERS)
-        rows = [simulate(Home(seed=options.seed), peers) for peers in counts]
-    show(rows)
-    return conclude([asdict(row) for row in rows], judge(rows), options.json)
+        if options.only in (None, "spread"):
+            for peers in options.peers or (QUICK if options.quick else PEERS):
+                rows.append(simulate_spread(home, peers))
+        if options.only == "uplinks" or not (options.only or options.quick):
+            for rate in UPLINKS:
+                line = replace(home, up_mbit=rate, trainer_up_mbit=rate)
+                uplinks.append(simulate_spread(line, SOME))
+        if options.only == "recovery" or not (options.only or options.quick):
+            for fault in (partition, restart):
+                recoveries.append(simulate(home, partial(fault, peers=SOME)))
+    tables = [list(map(asdict, part)) for part in (rows, uplinks, recoveries)]
+    for table in tables:
+        show(table)
+    goals = judge([*rows, *uplinks], recoveries)
+    return conclude(tables[0], goals, options.json, uplinks=tables[1], recoveries=tables[2])
 
 
 if __name__ == "__main__":

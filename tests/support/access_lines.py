@@ -30,6 +30,7 @@ class Line:
 @dataclass
 class _Packet:
     target: bytes
+    kind: bytes
     size: int
     arrive: Callable[[], None]
 
@@ -52,19 +53,28 @@ class AccessLines:
         self._uplinks: dict[bytes, _Uplink] = {}
         self._free_at: dict[bytes, float] = {}
         """When all that is on its way to a node will have come down its line."""
-        self.sent: Counter[bytes] = Counter()
-        """Bytes that left each node."""
+        self.sent: Counter[tuple[bytes, bytes]] = Counter()
+        """Bytes that left each node, by node and kind."""
 
     def latency_s(self, source: bytes, target: bytes) -> float:
         """Return the seconds that a packet without bytes takes on an idle line."""
         return self._uplink(source).line.latency_s + self._uplink(target).line.latency_s
 
     def send(
-        self, flow: Hashable, source: bytes, target: bytes, size: int, arrive: Callable[[], None]
+        self,
+        flow: Hashable,
+        ends: tuple[bytes, bytes],
+        kind: bytes,
+        size: int,
+        arrive: Callable[[], None],
     ) -> None:
-        """Queue a packet of `size` bytes behind the others of its `flow`; call `arrive` when it is there."""
+        """Queue a packet of `size` bytes behind the others of its `flow`; call `arrive` when it is there.
+
+        `ends`: its source and its target.
+        """
+        source, target = ends
         uplink = self._uplink(source)
-        uplink.flows.setdefault(flow, deque()).append(_Packet(target, size, arrive))
+        uplink.flows.setdefault(flow, deque()).append(_Packet(target, kind, size, arrive))
         if not uplink.busy:
             self._send_next(source, uplink)
 
@@ -91,7 +101,7 @@ class AccessLines:
 
     def _left(self, source: bytes, uplink: _Uplink, packet: _Packet) -> None:
         loop = asyncio.get_running_loop()
-        self.sent[source] += packet.size
+        self.sent[source, packet.kind] += packet.size
         due = loop.time() + self.latency_s(source, packet.target)
         due = max(due, self._free_at.get(packet.target, due))
         due += packet.size / self._uplink(packet.target).line.down

@@ -74,9 +74,11 @@ class AsyncQueue(Generic[T]):
 class Pipe:
     """One direction of a stream: bytes in order, at most `window` of them on their way or unread."""
 
-    def __init__(self, world: "MemoryNetwork", source: bytes, target: bytes) -> None:
+    def __init__(self, world: "MemoryNetwork", ends: tuple[bytes, bytes], alpn: bytes) -> None:
+        """`ends`: its source and its target."""
         self._world = world
-        self._ends = source, target
+        self._ends = ends
+        self._alpn = alpn
         self._unread = bytearray()
         self._under_way = 0
         self._finished = False
@@ -106,7 +108,7 @@ class Pipe:
             arrive()
         else:
             arrives = partial(self._world.deliver, source, target, arrive)
-            lines.send(self, source, target, len(data), arrives)
+            lines.send(self, self._ends, self._alpn, len(data), arrives)
 
     def _arrive(self, data: bytes, shown: Callable[[], None]) -> None:
         if self._broken is not None:
@@ -260,8 +262,9 @@ class MemoryConnection:
     async def open_stream(self) -> MemoryStream:
         """A new stream; the peer sees it at our first write, finish or abort."""
         self._check()
-        world, here, there = self.world, self._id, self._peer
-        stream = MemoryStream(self, Pipe(world, there, here), Pipe(world, here, there))
+        here, there = self._id, self._peer
+        incoming = Pipe(self.world, (there, here), self.alpn)
+        stream = MemoryStream(self, incoming, Pipe(self.world, (here, there), self.alpn))
         stream.unseen = True
         self._streams.add(stream)
         return stream
@@ -370,6 +373,8 @@ MAX_SEEN = 4096
 MAX_CALLERS = 64
 """Streams that wait for a reader of callers()."""
 CARRYING = b"primerl/blobs/1"
+GOSSIP = b"gossip"
+"""Kind of the bytes that facts take on lines."""
 
 
 class MemoryDiscovery:
@@ -512,9 +517,8 @@ class MemoryDiscovery:
             if lines is None:
                 hear()
             else:
-                self._world.gossiped += len(sealed)
-                flow = self.node_id, neighbour.node_id
-                lines.send(flow, self.node_id, neighbour.node_id, len(sealed), hear)
+                ends = self.node_id, neighbour.node_id
+                lines.send(ends, ends, GOSSIP, len(sealed), hear)
 
     def _is_new(self, sealed: bytes) -> bool:
         name = digest(sealed)
@@ -561,8 +565,6 @@ class MemoryNetwork:
         mesh: int | None = None,
     ) -> None:
         self.mesh = mesh
-        self.gossiped = 0
-        """Bytes of facts that went over lines."""
         self.delay = delay
         self.lines = lines
         self.window = WINDOW

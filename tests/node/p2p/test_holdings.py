@@ -2,28 +2,33 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import msgspec
 import pytest
 from support.memory_network import MemoryDiscovery, MemoryNetwork
 from support.protocol_cases import OTHER_RUN, RECORD, RUN, STRANGER, TRAINER, WORKER, refuses
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.crypto.hashing import digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.gossip import (
+    HOLDERS,
     HOLDING_INTERVAL_S,
     HOLDING_TTL_S,
     Gossip,
     HoldingsAnnouncer,
     read_holding,
+    record_interval,
 )
 from primerl.node.p2p.heads import HeadStore
 from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.services import RECORD_TTL_S
 from primerl.node.storage.ledger import Ledger
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
@@ -80,14 +85,19 @@ class Heard:
 
 @asynccontextmanager
 async def listening(
-    directory: Path, admitted: asyncio.Event | None = None
+    directory: Path,
+    admitted: asyncio.Event | None = None,
+    *,
+    nodes: int = 1,
+    draws: Sequence[float] = (0.0,),
 ) -> AsyncGenerator[Heard]:
     network = MemoryNetwork()
     mine, other = network.discovery(ME.node_id), network.discovery(STRANGER.node_id)
     await other.start([])
     await mine.start(other.addresses())
     ledger = Ledger(directory / "ledger.db", fsync=False)
-    heard = Heard(table(NODE), HoldingsAnnouncer(ME, RUN), other)
+    others = (digest(b"node %d" % number) for number in range(1, nodes))
+    heard = Heard(table(NODE, *others), HoldingsAnnouncer(ME, RUN), other)
     gossip = Gossip(
         mine,
         HeadStore(TrustedRun(RUN, TRAINER.node_id), ledger),
@@ -96,6 +106,7 @@ async def listening(
         holdings=heard.own,
         on_fraud=lambda error: pytest.fail(str(error)),
         admitted=admitted,
+        chance=cycle(draws).__next__,
     )
     pumping = asyncio.create_task(gossip.run())
     try:
@@ -268,6 +279,29 @@ async def test_of_versions_that_pass_faster_than_one_a_second_only_the_latest_is
                     break
         assert len(told) <= 2 + (time.monotonic() - start) / HOLDING_INTERVAL_S
         assert told == sorted(told)
+
+
+@on_virtual_time
+async def test_of_a_large_swarm_as_many_announce_a_version_as_of_a_small_one(
+    tmp_path: Path,
+) -> None:
+    async with listening(tmp_path, nodes=10 * HOLDERS, draws=(0.101, 0.099)) as heard:
+        for version in (1, 2):
+            heard.own.tell(0, version, True)
+            await asyncio.sleep(2 * HOLDING_INTERVAL_S)
+        told: list[tuple[int, int, bool]] = []
+        async with asyncio.timeout(60.0):
+            async for one in heard.neighbour.facts():
+                told += _holdings(one.sealed)
+                if told:
+                    break
+        assert told == [(0, 2, True)]
+
+
+def test_records_of_a_large_swarm_are_no_more_frequent_than_those_of_a_hundred_nodes() -> None:
+    assert record_interval(3) == record_interval(100) == 20.0
+    assert record_interval(5000) == 1000.0
+    assert record_interval(10**6) < RECORD_TTL_S / 2
 
 
 def _holdings(sealed: bytes) -> list[tuple[int, int, bool]]:
