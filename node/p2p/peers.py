@@ -164,6 +164,11 @@ class PeerTable:
         peer.record, peer.sealed, peer.record_until = record, sealed, expires
         peer.addresses = record.addresses or peer.addresses
 
+    def has_record(self, node: bytes, sealed: bytes, now: float) -> bool:
+        """Return whether exactly this sealed record of `node` was learned, and is valid; `now` in Unix seconds."""
+        peer = self._peers.get(node)
+        return peer is not None and peer.sealed == sealed != b"" and now < peer.record_until
+
     def hold(self, holding: Holding, until: float) -> None:
         """Add a verified holding, valid `until` then (Unix seconds, set by the caller).
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...crypto.hashing import short
+from ...protocol.envelope import read_envelope
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest
 from ...protocol.messages import GetHeads, Heads, SyncRecords
@@ -86,18 +87,20 @@ class Upstreams:
 def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> list[bytes]:
     """Admit the nodes of sealed peer records from the trainer; return their ids.
 
-    Bad records are left out.
+    Bad records are left out. One that is here already, byte for byte, is not verified again: each reply of the
+    trainer brings most of those of the last one.
     """
     nodes: list[bytes] = []
     for sealed in records:
         try:
-            record = read_record(sealed, run_id, int(time.time()))
+            node = read_envelope(sealed).signer
+            if not peers.has_record(node, sealed, time.time()):
+                peers.learn(read_record(sealed, run_id, int(time.time())), sealed)
         except RemoteProtocolError as error:
             logger.info("bad peer record from the trainer: %s", error)
             continue
-        peers.learn(record, sealed)
-        peers.admit(record.node, Tier.MEMBER)
-        nodes.append(record.node)
+        peers.admit(node, Tier.MEMBER)
+        nodes.append(node)
     return nodes
 
 

@@ -47,9 +47,9 @@ TIMES = 3.0
 """Goal: time until 99 % have a version, by the ideal."""
 LATEST_S = 300.0
 """Longest wait for a version."""
-UPLINKS = (2.0, 5.0, 10.0, 20.0, 50.0)
+UPLINKS = (5.0, 10.0, 20.0, 50.0)
 """Mbit/s of trainer and workers."""
-SOME = 20
+SOME = 16
 """Workers of the other parts."""
 CUT_S = 60.0
 AGAIN_S = 30.0

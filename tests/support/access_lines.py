@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 MBIT_S = 125_000.0
 """Bytes per second."""
 PACKET = 16 * 1024
-"""Bytes that a line carries at once."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,9 @@ class _Uplink:
 class AccessLines:
     """The lines of all nodes."""
 
-    def __init__(self, line_of: Callable[[bytes], Line]) -> None:
-        """`line_of` is asked once for each node."""
+    def __init__(self, line_of: Callable[[bytes], Line], packet: int = PACKET) -> None:
+        """`line_of` is asked once for each node; `packet`: bytes that a line carries at once."""
+        self.packet = packet
         self._line_of = line_of
         self._uplinks: dict[bytes, _Uplink] = {}
         self._free_at: dict[bytes, float] = {}

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
-from support.access_lines import PACKET, AccessLines
+from support.access_lines import AccessLines
 
 from primerl.crypto.hashing import digest, short
 from primerl.node.p2p.discovery import GossipFact
@@ -653,7 +653,7 @@ class MemoryNetwork:
     @property
     def packet(self) -> int:
         """Bytes that are sent at once: over narrow lines few, so that a reader sees them come."""
-        return self.window if self.lines is None else min(self.window, PACKET)
+        return self.window if self.lines is None else min(self.window, self.lines.packet)
 
     def forget(self, transport: "MemoryTransport") -> None:
         """Take an endpoint out of the world."""
