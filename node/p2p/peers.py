@@ -165,7 +165,7 @@ class PeerTable:
         peer.addresses = record.addresses or peer.addresses
 
     def has_record(self, node: bytes, sealed: bytes, now: float) -> bool:
-        """Return whether exactly this sealed record of `node` was learned, and is valid; `now` in Unix seconds."""
+        """Return whether exactly this record of `node` was learned, and is valid at `now` (Unix seconds)."""
         peer = self._peers.get(node)
         return peer is not None and peer.sealed == sealed != b"" and now < peer.record_until
 

@@ -1,6 +1,6 @@
 """Simulate swarms of many nodes in virtual time: how versions spread, and how a swarm recovers.
 
-    python scripts/bench/scale.py [--peers N]... [--only PART] [--seed N] [--plots DIR] [--quick] [--json FILE]
+    python scripts/bench/scale.py [--peers N]... [--only PART]... [--plot FILE] [--quick] [--json FILE]
 
 The nodes are the product's own (tests/support/simulated_swarm.py): a trainer and workers whose lines have 20
 Mbit/s up, 100 down and a round trip of 20 to 80 ms between two of them. Only engines, the learner and the
@@ -9,7 +9,8 @@ environment are fakes. A version is a delta of 8 MB. Parts:
     spread      how soon a version reaches swarms of several sizes, and what leaves the trainer. The ideal is
                 the least time in which parts of that size can reach everybody over these lines. CPU is that of
                 all nodes together
-    uplinks     the same for lines of several rates, and how many rollouts came too late to be learned from
+    lines       runs of a short step, of trainer and workers with wide and narrow lines: how much slower they
+                are than the learner, and how many rollouts came too late to be learned from
     recovery    how soon all have a version after half of them were cut off, and after the trainer was killed
 
 The same seed gives the same figures, without those of CPU.
@@ -20,6 +21,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -47,8 +49,11 @@ TIMES = 3.0
 """Goal: time until 99 % have a version, by the ideal."""
 LATEST_S = 300.0
 """Longest wait for a version."""
-UPLINKS = (5.0, 10.0, 20.0, 50.0)
-"""Mbit/s of trainer and workers."""
+LINES = ((20.0, 20.0), (5.0, 20.0), (20.0, 5.0), (5.0, 5.0))
+"""Mbit/s up, of the trainer and of each worker."""
+STEP_S, STEPS = 10.0, 6
+"""Of runs on these lines: a version of 8 MB in 10 s is 6.4 Mbit/s."""
+PARTS = ("spread", "lines", "recovery")
 SOME = 16
 """Workers of the other parts."""
 CUT_S = 60.0
@@ -63,7 +68,6 @@ class Row:
     """Spread of a version to a number of peers; the slowest of those measured."""
 
     peers: int
-    up_mbit: float
     half_s: float
     most_s: float
     """99 % have it."""
@@ -95,16 +99,21 @@ class Recovery:
 
 
 @dataclass(frozen=True)
-class Stale:
-    """Rollouts of a run on lines of a rate."""
+class LinesRow:
+    """A run on lines of some rates."""
 
-    up_mbit: float
-    step_s: float
+    trainer_mbit: float
+    worker_mbit: float
     most_s: float
-    """99 % have a version."""
-    trained: int
-    stale: int
-    """Rollouts that were too old when they came, or when their batch was cut."""
+    """Until 99 % had a version or a later one, median of the versions."""
+    step_s: float
+    """Between two versions, on average; the learner takes STEP_S."""
+    off_policy: float
+    """Versions between the one that drew a token and the one that learns from it, mean."""
+    stale: float
+    """Share of the rollouts that came too late."""
+    copies: float
+    """Bytes of chunks that left the trainer, by those of all versions."""
 
 
 def chunks_sent(swarm: SimulatedSwarm) -> int:
@@ -147,7 +156,6 @@ async def spread(directory: Path, home: Home, peers: int, versions: int) -> Row:
             rows.append(
                 Row(
                     peers=peers,
-                    up_mbit=home.up_mbit,
                     half_s=share_at(curve, 0.5),
                     most_s=share_at(curve, 0.99),
                     all_s=share_at(curve, 1.0),
@@ -160,6 +168,31 @@ async def spread(directory: Path, home: Home, peers: int, versions: int) -> Row:
                 )
             )
     return max(rows, key=lambda row: row.most_s)
+
+
+async def run_lines(directory: Path, home: Home, peers: int) -> LinesRow:
+    """Measure a run of STEPS steps that needs all its workers."""
+    names: list[str] = []
+    batch = {"groups_per_batch": peers, "groups_per_lease": 1, "lease_timeout_s": 120.0}
+    async with SimulatedSwarm(directory, home, rollouts=batch) as swarm:
+        names = await joined(swarm, peers)
+        first, sent = max(swarm.published), chunks_sent(swarm)
+        last = first + STEPS
+        await swarm.until_published(last)
+        sent = chunks_sent(swarm) - sent
+        await swarm.until_covered(last, names, LATEST_S)
+        took = [share_at(swarm.coverage(version, names), 0.99) for version in range(first, last)]
+        line = swarm.metrics()[-1]
+        rejected = line["rollouts/rejected"]
+        return LinesRow(
+            trainer_mbit=home.trainer_up_mbit,
+            worker_mbit=home.up_mbit,
+            most_s=statistics.median(took),
+            step_s=(swarm.published[last] - swarm.published[first]) / STEPS,
+            off_policy=statistics.mean(step["off_policy/mean"] for step in swarm.metrics()[1:]),
+            stale=rejected / (rejected + line["rollouts/accepted"]),
+            copies=sent / STEPS / home.version_bytes,
+        )
 
 
 # -- faults --------------------------------------------------------------------------------------------
@@ -208,7 +241,7 @@ def judge(rows: Sequence[Row], recoveries: Sequence[Recovery]) -> list[Goal]:
     """Return every goal with the value reached."""
     goals: list[Goal] = []
     for row in rows:
-        name = f"{row.peers} peers, {row.up_mbit:g} Mbit/s"
+        name = f"{row.peers} peers"
         goals.append(at_most(f"{name}: copies of chunks from the trainer", row.copies, COPIES))
         goals.append(at_most(f"{name}: 99 % to the ideal", row.most_s / row.ideal_s, TIMES, "x"))
     for row in recoveries:
@@ -227,6 +260,21 @@ def show(table: Sequence[Mapping[str, Any]]) -> None:
             f"{row[name]:.2f}" if isinstance(row[name], float) else row[name] for name in names
         ]
         print("".join(f"{cell:>12}" for cell in cells))
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw the share of workers that have a version over time, for each number of peers."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        shares = [100 * (number + 1) / row.peers for number in range(row.peers)]
+        axes.step([0.0, *row.curve], [0.0, *shares], where="post", label=f"{row.peers} peers")
+    axes.axvline(max(row.ideal_s for row in rows), color="grey", linestyle=":", label="ideal")
+    axes.set(xlabel="seconds after a version was published", ylabel="% of workers that have it")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def simulate(home: Home, work: Callable[[Path, Home], Coroutine[Any, Any, T]]) -> T:
@@ -254,8 +302,11 @@ def parse() -> argparse.Namespace:
         __doc__, f"spread to {QUICK[0]} and {QUICK[-1]} peers alone: a minute or two"
     )
     parser.add_argument("--peers", type=int, action="append", metavar="N", help="of a swarm")
-    parser.add_argument("--only", choices=("spread", "uplinks", "recovery"), help="one part")
+    parser.add_argument("--only", action="append", choices=PARTS, help="some parts")
     parser.add_argument("--seed", type=int, default=1, help="of lines and of all randomness")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw how versions spread (matplotlib)"
+    )
     return parser.parse_args()
 
 
@@ -265,26 +316,29 @@ def main() -> int:
     repeatable()
     logging.disable(logging.ERROR)
     home = Home(seed=options.seed)
+    parts = options.only or (PARTS[:1] if options.quick else PARTS)
     rows: list[Row] = []
-    uplinks: list[Row] = []
+    lines: list[LinesRow] = []
     recoveries: list[Recovery] = []
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory  # not in the user's list of running nodes
-        if options.only in (None, "spread"):
+        if "spread" in parts:
             for peers in options.peers or (QUICK if options.quick else PEERS):
                 rows.append(simulate_spread(home, peers))
-        if options.only == "uplinks" or not (options.only or options.quick):
-            for rate in UPLINKS:
-                line = replace(home, up_mbit=rate, trainer_up_mbit=rate)
-                uplinks.append(simulate_spread(line, SOME))
-        if options.only == "recovery" or not (options.only or options.quick):
+        if "lines" in parts:
+            for trainer, worker in LINES:
+                some = replace(home, trainer_up_mbit=trainer, up_mbit=worker, step_s=STEP_S)
+                lines.append(simulate(some, partial(run_lines, peers=SOME)))
+        if "recovery" in parts:
             for fault in (partition, restart):
                 recoveries.append(simulate(home, partial(fault, peers=SOME)))
-    tables = [list(map(asdict, part)) for part in (rows, uplinks, recoveries)]
+    tables = [list(map(asdict, part)) for part in (rows, lines, recoveries)]
     for table in tables:
         show(table)
-    goals = judge([*rows, *uplinks], recoveries)
-    return conclude(tables[0], goals, options.json, uplinks=tables[1], recoveries=tables[2])
+    if options.plot and rows:
+        plot(rows, options.plot)
+    goals = judge(rows, recoveries)
+    return conclude(tables[0], goals, options.json, lines=tables[1], recoveries=tables[2])
 
 
 if __name__ == "__main__":
