@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 HOLD_S = 1.0
 """Time that a lease request waits for work before the worker is asked to retry."""
 MAX_HOLD_S = 8.0
-NEWCOMER_POLLS = 20
-"""Approximate requests per second of all waiting newcomers: the more wait, the longer each is held."""
+POLLS = 20
+"""Approximate requests per second of all who wait, and of newcomers: the more wait, the longer each is held."""
 RETRY_MS = 50
 NEWCOMER_RETRY_MS, MAX_RETRY_MS = 10, 5000
 """Addition to the retry delay for each waiting newcomer, and the maximum delay."""
@@ -465,12 +465,9 @@ class LeaseScheduler:
         return pending.leases
 
     def _hold_s(self, proven: bool) -> float:
-        """Return the seconds to hold a request.
-
-        The time grows with the number of waiting newcomers, which bounds their request rate.
-        """
-        waiting = 0 if proven else len(self.book.newcomers)
-        return min(max(HOLD_S, waiting / NEWCOMER_POLLS), MAX_HOLD_S)
+        """Return the seconds to hold a request: the more wait, the longer, which bounds their request rate."""
+        waiting = len(self.registry.pending) if proven else len(self.book.newcomers)
+        return min(max(HOLD_S, waiting / POLLS), MAX_HOLD_S)
 
     def _retry_ms(self, peer: bytes) -> int:
         waiting = 0 if self.registry.proven(peer) else len(self.book.newcomers)

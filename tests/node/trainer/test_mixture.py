@@ -1,9 +1,10 @@
 """A trainer with several environments: leases of each, reports, and where a checkpoint goes on."""
 
 import asyncio
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from support.bare_node import bare_services
 from support.counting_environment import CountingEnvironment, counting_task
 from support.lease_cases import granted, policy
 from support.protocol_cases import MIXED, RUN, refuses
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.cli.tables import state_of
@@ -25,7 +27,7 @@ from primerl.node.p2p.peers import PeerTable
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.lease_book import LeaseBook, LeaseShare, MixtureShare
-from primerl.node.trainer.scheduler import LeaseScheduler, TaskSupply
+from primerl.node.trainer.scheduler import HOLD_S, POLLS, LeaseScheduler, TaskSupply
 from primerl.node.trainer.state import TaskPosition, TrainerState, positions
 from primerl.node.trainer.status_view import worker_rows
 from primerl.node.trainer.workers import ABLE_S, GONE_S, JOINING_S, PRESENT_S, WorkerRegistry
@@ -63,10 +65,10 @@ class Long(CountingEnvironment):
 class Front:
     """The lease scheduler of a run with three environments, without a network."""
 
-    def __init__(self, directory: Path, *, slow: str = "") -> None:
+    def __init__(self, directory: Path, *, slow: str = "", nodes: Sequence[bytes] = (A, B)) -> None:
         self.now = 0.0
         self.ledger = Ledger(directory / "ledger.db", fsync=False)
-        for node in (A, B):
+        for node in nodes:
             self.ledger.admit(node, 0)
         shares = tuple(MixtureShare(size) for size in (4, 2, 8))
         self.book = LeaseBook(policy(environments=shares, leases_per_worker=12))
@@ -78,7 +80,7 @@ class Front:
             clock=lambda: self.now,
             environments=(*MIXED.environments, GAMES),
         )
-        for node in (A, B):
+        for node in nodes:
             known = self.registry.reputation(node)
             for name in NAMES:
                 known.record(name, 1000, Counter(), time.time())
@@ -123,6 +125,33 @@ async def test_a_worker_is_leased_only_what_it_can_play(front: Front) -> None:
     found = {lease.environment for lease in await front.ask(A, (0, 2))}
     assert found == {0, 2}
     assert {lease.environment for lease in await front.ask(B, None)} == {0, 1, 2}
+
+
+@on_virtual_time
+async def test_the_more_workers_wait_the_longer_each_is_held_unless_there_is_work(
+    tmp_path: Path,
+) -> None:
+    nodes = [digest(b"node %d" % number) for number in range(100)]
+    front = Front(tmp_path, nodes=nodes)
+    front.free, held = 0, list[float]()
+
+    async def ask(node: bytes) -> list[Lease]:
+        began = time.monotonic()
+        leases = await front.ask(node, None, wanted=1)
+        held.append(time.monotonic() - began)
+        return leases
+
+    assert await ask(nodes[0]) == []
+    assert held == [HOLD_S]
+    await asyncio.gather(*map(ask, nodes))
+    assert len(nodes) / statistics.mean(held[1:]) < 2 * POLLS + 5
+    first, *_ = [asyncio.create_task(ask(node)) for node in nodes]
+    await asyncio.sleep(0.1)
+    front.free = 100
+    await front.scheduler.work_changed()
+    assert await first
+    assert held[-1] == pytest.approx(0.1)
+    front.ledger.close()
 
 
 async def test_leases_name_tasks_and_group_size_of_their_environment(front: Front) -> None:
