@@ -250,9 +250,7 @@ def judge(rows: Sequence[Row], recoveries: Sequence[Recovery]) -> list[Goal]:
 
 
 def show(table: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table of rows with the same fields; none without rows."""
-    if not table:
-        return
+    """Print a table of rows with the same fields."""
     names = [name for name in table[0] if name != "curve"]
     print("".join(f"{name:>12}" for name in names))
     for row in table:
@@ -299,7 +297,7 @@ def repeatable() -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(
-        __doc__, f"spread to {QUICK[0]} and {QUICK[-1]} peers alone: a minute or two"
+        __doc__, f"spread to {QUICK[0]} and {QUICK[-1]} peers alone: three minutes of CPU"
     )
     parser.add_argument("--peers", type=int, action="append", metavar="N", help="of a swarm")
     parser.add_argument("--only", action="append", choices=PARTS, help="some parts")
@@ -310,35 +308,40 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure(
+    part: str, home: Home, peers: Sequence[int]
+) -> list[Row] | list[LinesRow] | list[Recovery]:
+    """Return the rows of a part."""
+    if part == "spread":
+        return [simulate_spread(home, count) for count in peers]
+    if part == "lines":
+        runs = partial(run_lines, peers=SOME)
+        short = replace(home, step_s=STEP_S)
+        return [
+            simulate(replace(short, trainer_up_mbit=trainer, up_mbit=worker), runs)
+            for trainer, worker in LINES
+        ]
+    return [simulate(home, partial(fault, peers=SOME)) for fault in (partition, restart)]
+
+
 def main() -> int:
     """Simulate, print, and return exit code 0 if every goal was met."""
     options = parse()
     repeatable()
     logging.disable(logging.ERROR)
     home = Home(seed=options.seed)
-    parts = options.only or (PARTS[:1] if options.quick else PARTS)
-    rows: list[Row] = []
-    lines: list[LinesRow] = []
-    recoveries: list[Recovery] = []
+    peers = options.peers or (QUICK if options.quick else PEERS)
+    tables: dict[str, list[Any]] = {part: [] for part in PARTS}
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XDG_RUNTIME_DIR"] = directory  # not in the user's list of running nodes
-        if "spread" in parts:
-            for peers in options.peers or (QUICK if options.quick else PEERS):
-                rows.append(simulate_spread(home, peers))
-        if "lines" in parts:
-            for trainer, worker in LINES:
-                some = replace(home, trainer_up_mbit=trainer, up_mbit=worker, step_s=STEP_S)
-                lines.append(simulate(some, partial(run_lines, peers=SOME)))
-        if "recovery" in parts:
-            for fault in (partition, restart):
-                recoveries.append(simulate(home, partial(fault, peers=SOME)))
-    tables = [list(map(asdict, part)) for part in (rows, lines, recoveries)]
-    for table in tables:
-        show(table)
-    if options.plot and rows:
-        plot(rows, options.plot)
-    goals = judge(rows, recoveries)
-    return conclude(tables[0], goals, options.json, lines=tables[1], recoveries=tables[2])
+        for part in options.only or (PARTS[:1] if options.quick else PARTS):
+            tables[part] = list(measure(part, home, peers))
+            show([asdict(row) for row in tables[part]])
+    if options.plot and tables["spread"]:
+        plot(tables["spread"], options.plot)
+    goals = judge(tables["spread"], tables["recovery"])
+    shown = {part: [asdict(row) for row in table] for part, table in tables.items()}
+    return conclude(shown.pop("spread"), goals, options.json, **shown)
 
 
 if __name__ == "__main__":
