@@ -13,7 +13,7 @@ environment are fakes. A version is a delta of 8 MB. Parts:
                 are than the learner, and how many rollouts came too late to be learned from
     recovery    how soon all have a version after half of them were cut off, and after the trainer was killed
 
-The same seed gives the same figures, without those of CPU.
+The same seed gives the same figures of a small swarm, without those of CPU.
 """
 
 import argparse

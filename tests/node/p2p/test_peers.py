@@ -51,6 +51,21 @@ def test_once_a_record_has_expired_any_valid_one_replaces_it() -> None:
     assert table.get(record_of("", now)[0].node).addresses == ("10.0.0.2:2",)
 
 
+def test_a_record_is_here_byte_for_byte_and_while_it_is_valid() -> None:
+    """Only then is its signature not verified again."""
+    table = PeerTable()
+    now = time.time()
+    record, sealed = record_of("10.0.0.1:1", now + 1000)
+    table.learn(record, sealed)
+    assert table.has_record(record.node, sealed, now)
+    assert not table.has_record(record.node, sealed[:-1] + bytes([sealed[-1] ^ 1]), now)
+    assert not table.has_record(TRAINER.node_id, sealed, now)
+    assert not table.has_record(record.node, sealed, now + 1001)
+    table.retire(record.node)
+    assert not table.has_record(record.node, sealed, now)
+    assert not table.has_record(record.node, b"", now)
+
+
 async def test_bytes_of_a_connection_that_ended_unnoticed_are_not_forgotten() -> None:
     network = MemoryNetwork()
     here, there = network.transport(b"h" * 32), network.transport(b"t" * 32)
