@@ -17,7 +17,7 @@ from ..storage.ledger import Ledger
 from ..storage.run_files import CHECKPOINTS
 from ..tasks import end_tasks
 from ..trainer.loop import TrainerRole
-from ..trainer.state import current_epoch, fork
+from ..trainer.state import current_epoch, fork, state_of
 from ..training.backend import TrainBackend
 from ..training.checkpoint import Checkpoints
 from ..training.warmup import SupervisedBackend, WarmupProgress, warm_up
@@ -72,18 +72,10 @@ class Startup:
 
         `restarted`: go on from the newest checkpoint, if there is one, also without config.resume.
         """
-        resume, own = self._config.resume, role.checkpoints
-        checkpoint = None
-        if restarted:
-            checkpoint = await own.read_newest()
-        elif resume is not None and self._config.goes_on:
-            checkpoint = await own.read_selected(resume)
-        if checkpoint is not None:
-            step, parts = checkpoint
-            await self._backend.load(own.backend_directory(step))
-            await asyncio.to_thread(own.set_aside, step)
-            if restarted or resume is None or resume.step is None:
-                step, parts = await self._catch_up(role, step, parts)
+        resume = self._config.resume
+        saved = await self._saved(role, ledger, restarted=restarted)
+        if saved is not None:
+            step, parts = saved
             await asyncio.to_thread(role.resume_points.drop, step)
             await role.restore(step, parts)
             await role.publisher.resume(step, await self._backend.snapshot())
@@ -103,14 +95,38 @@ class Startup:
         await role.begin_checkpoint(step)  # written while workers draw the first batch
         return step
 
-    async def _catch_up(
-        self, role: TrainerRole, step: int, parts: dict[str, bytes]
-    ) -> tuple[int, dict[str, bytes]]:
-        """Go on from the checkpoint of `step`, which is loaded, to the newest version that was announced.
+    async def _saved(
+        self, role: TrainerRole, ledger: Ledger, *, restarted: bool
+    ) -> tuple[int, dict[str, bytes]] | None:
+        """Load what this run goes on from; return its step and parts, or None if the run begins here."""
+        resume, own = self._config.resume, role.checkpoints
+        if restarted:
+            checkpoint = await own.read_newest()
+        elif resume is not None and self._config.goes_on:
+            checkpoint = await own.read_selected(resume)
+        else:
+            return None
+        if checkpoint is not None:
+            await self._backend.load(own.backend_directory(checkpoint[0]))
+            await asyncio.to_thread(own.set_aside, checkpoint[0])
+        if restarted or resume is None or resume.step is None:
+            return await self._catch_up(role, ledger, checkpoint)
+        return checkpoint
 
-        Returns step and parts of that version's resume point; those given, where there is none.
+    async def _catch_up(
+        self, role: TrainerRole, ledger: Ledger, checkpoint: tuple[int, dict[str, bytes]] | None
+    ) -> tuple[int, dict[str, bytes]] | None:
+        """Go on from `checkpoint`, which is loaded, to the newest version that was announced.
+
+        Returns step and parts of that version's resume point; the checkpoint, where there is none. Without a
+        checkpoint, as the first one takes its time, the optimizer begins anew.
         """
+        step = -1 if checkpoint is None else checkpoint[0]
         for point in await asyncio.to_thread(role.resume_points.newest_first, step):
+            saved = state_of(point.parts)
+            if saved is None or saved.ledger not in ("", ledger.ledger_id()):
+                logger.warning("resume point %d is of another run: passed over", point.step)
+                continue
             state = await role.publisher.announced(point.step)
             if state is None:
                 continue
@@ -119,18 +135,20 @@ class Startup:
                 await asyncio.to_thread(write_checkpoint, file, state)
                 await self._backend.adopt(file, point.step)
             except EngineError as error:
+                if checkpoint is None:
+                    raise
                 logger.warning("versions after %d are void: %s", step, error)
                 await self._backend.load(role.checkpoints.backend_directory(step))
                 break
             finally:
                 file.unlink(missing_ok=True)
             logger.info(
-                "the weights are those of version %d, the optimizer's moments those of step %d",
+                "the weights are those of version %d, the optimizer's moments %s",
                 point.step,
-                step,
+                f"those of step {step}" if checkpoint else "begin anew",
             )
             return point.step, point.parts
-        return step, parts
+        return checkpoint
 
     async def _fork(self, resume: ResumeConfig, directory: Path, role: TrainerRole) -> int:
         """Begin from a checkpoint of another run in `directory`; returns its step."""

@@ -52,7 +52,7 @@ from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher
 from ..trainer.kept_rollouts import RolloutKeeper
 from ..trainer.lease_book import LeaseBook, TaskQueue
-from ..trainer.loop import TrainerRole, newest_step, open_checkpoints
+from ..trainer.loop import TrainerRole, newest_step, open_checkpoints, open_resume_points
 from ..trainer.publisher import Publisher
 from ..trainer.requests import ControlHandler
 from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply, lease_policy
@@ -338,7 +338,7 @@ class TrainerNode(IssuingNode):
 
     async def _work(self, ledger: Ledger) -> None:
         if self._config.goes_on:
-            check_ledger(open_checkpoints(self._config), ledger)
+            check_ledger(open_checkpoints(self._config), open_resume_points(self._config), ledger)
         if self._config.training.sft is not None:
             check_mixed(self._config.training.sft)
         # a cancellation while one part closes must not keep the others open

@@ -15,7 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ParamSpec, TypeVar
@@ -24,6 +24,7 @@ from ...crypto.hashing import digest as digest_of
 from ...crypto.hashing import short
 from ...protocol.manifests import Ticket
 from ..errors import BAD_FILE, BusyError, StorageError, file_error, one_line
+from . import sqlite_file
 
 logger = logging.getLogger(__name__)
 
@@ -178,13 +179,19 @@ class Ledger:
         self._damaged: set[str] = set()
         """Rows that were found to be damaged."""
         self._fsync = fsync
+        self._boots = 0
+        """Starts so far, where those are counted: then the closed file gets a checksum."""
         self._large: sqlite3.Connection | None = None
         """Writes rows of many megabytes in the ledger's thread: while it does, the other one can be read."""
         try:
-            self._db = _connect(path)
+            _check_log(path)  # before SQLite opens it, and drops what it cannot read
+            self._db = self.connect()
         except sqlite3.OperationalError as error:
             self._lock.close()
             raise _cannot_open(path, error) from error
+        except StorageError:
+            self._lock.close()
+            raise
         try:
             self._begin(path, fsync)
         except StorageError:
@@ -202,6 +209,7 @@ class Ledger:
             self._db.executescript(f"BEGIN; {SCHEMA} COMMIT")
             self._check_format(path)
             self._db.executescript(f"BEGIN; {INDICES} COMMIT")
+            self._check_stamp(path)
             if tables and not shrinks:
                 self._db.execute("VACUUM")  # an older ledger shrinks from now on
         except sqlite3.OperationalError as error:
@@ -209,12 +217,19 @@ class Ledger:
         except sqlite3.DatabaseError as error:
             raise damaged(path, error) from error
 
+    def connect(self) -> sqlite3.Connection:
+        """Open a connection to the file, for any thread; a statement outside a transaction commits at once."""
+        return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=2)
+
     def close(self) -> None:
         """Close the file when its thread has finished its current work; closing twice is fine."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._large is not None:
             self._large.close()
         self._db.close()
+        if self._boots and not self._lock.closed:
+            with suppress(OSError):  # then it is not checked at the next start
+                sqlite_file.stamp(self.path, self._boots, fsync=self._fsync)
         self._lock.close()
 
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -236,7 +251,7 @@ class Ledger:
 
     def count_boot(self) -> int:
         """Count the starts of a node on this ledger, this one included."""
-        boots = self.boots() + 1
+        self._boots = boots = self.boots() + 1
         self.set("boots", boots.to_bytes(8, "big"))
         return boots
 
@@ -600,7 +615,7 @@ class Ledger:
         with self._writing:
             if self._large is None:
                 try:
-                    self._large = _connect(self.path)
+                    self._large = self.connect()
                     _set_durability(self._large, self._fsync)
                 except sqlite3.OperationalError as error:
                     raise _cannot_open(self.path, error) from error
@@ -632,6 +647,19 @@ class Ledger:
                     db.execute("ROLLBACK")
                 raise
 
+    def _check_stamp(self, path: Path) -> None:
+        """Compare the file with its checksum, if it has one; from now on it has none. Raises StorageError.
+
+        A release that makes no checksums leaves an older one, and counts its starts.
+        """
+        (checksum,) = self._db.execute("PRAGMA user_version").fetchone()
+        if not checksum:
+            return
+        (mark,) = self._db.execute("PRAGMA application_id").fetchone()
+        if mark == self.boots() and sqlite_file.is_changed(path):
+            raise damaged(path, "it was changed after it was closed")
+        self._db.execute("PRAGMA user_version=0")
+
     def _check_format(self, path: Path) -> None:
         known = self.get("format")
         if known is None:
@@ -644,10 +672,6 @@ class Ledger:
                         self._write(statement, ())
         if self.get(ID) is None:
             self.set(ID, secrets.token_bytes(16))
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=2)
 
 
 def _set_durability(db: sqlite3.Connection, fsync: bool) -> None:
@@ -697,6 +721,16 @@ def _cannot_open(path: Path, error: sqlite3.Error) -> StorageError:
     return StorageError(
         f"cannot open {path}: {error}: check that this user may write to it and beside it"
     )
+
+
+def _check_log(path: Path) -> None:
+    """Raise StorageError where the log of a ledger is damaged in front of committed transactions."""
+    try:
+        damage = sqlite_file.log_damage(path)
+    except OSError as error:
+        raise file_error(error) from error
+    if damage:
+        raise damaged(path, damage)
 
 
 def _check_integrity(path: Path, db: sqlite3.Connection) -> None:

@@ -20,6 +20,7 @@ from ..sft.data import DataCursor
 from ..storage.ledger import Ledger, readable
 from ..training.buffer import BufferSnapshot
 from ..training.checkpoint import Checkpoints
+from ..training.resume_points import ResumePoints
 from .lease_book import LeaseBook, TaskQueue
 
 KEY = "term"
@@ -237,26 +238,51 @@ def positions(book: LeaseBook, environments: Sequence[str]) -> dict[str, TaskPos
     }
 
 
-def check_ledger(checkpoints: Checkpoints, ledger: Ledger) -> None:
-    """Raise StorageError for a ledger of another run, or one older than the checkpoints.
+def check_ledger(checkpoints: Checkpoints, points: ResumePoints, ledger: Ledger) -> None:
+    """Raise StorageError for a ledger of another run, or one older than the checkpoints and resume points.
 
     Submissions would be lost, and numbers of leases, heads and verdicts given twice. Call it before this start
     is counted.
     """
+    for step in points.steps():
+        state = _point_state(points, step)
+        if state is not None and state.ledger == ledger.ledger_id():
+            _refuse(f"resume point {step}", state, ledger, checkpoints)
     for step in reversed(checkpoints.steps()):
         try:
             state = msgspec.json.decode(checkpoints.glance(step, "cursor"), type=TrainerState)
         except BAD_FILE:
             continue  # a full read will report the error
-        why = _differs(state, ledger)
-        if why:
-            home = checkpoints.directory.parent
-            raise StorageError(
-                f"{ledger.path} is not the ledger of checkpoint {step}: {why}. Put back this run's newest "
-                "ledger.db (and its ledger.db-wal), or begin a new run from the checkpoint: --name NEW "
-                f"--resume.dir {home}"
-            )
+        if _differs(state, ledger) and not checkpoints.is_intact(step):
+            continue  # its cursor may be that of another
+        _refuse(f"checkpoint {step}", state, ledger, checkpoints)
         return
+
+
+def _point_state(points: ResumePoints, step: int) -> TrainerState | None:
+    """Read a resume point; None where it is damaged, which its full read reports, or of something else."""
+    try:
+        return state_of(points.read(step).parts)
+    except StorageError:
+        return None
+
+
+def state_of(parts: Mapping[str, bytes]) -> TrainerState | None:
+    """Decode the trainer's part of a checkpoint or resume point; None if it is of something else."""
+    try:
+        return msgspec.json.decode(parts["cursor"], type=TrainerState)
+    except (KeyError, *BAD_FILE):
+        return None
+
+
+def _refuse(saved: str, state: TrainerState, ledger: Ledger, checkpoints: Checkpoints) -> None:
+    """Raise StorageError where a ledger does not belong to what was saved."""
+    if why := _differs(state, ledger):
+        raise StorageError(
+            f"{ledger.path} is not the ledger of {saved}: {why}. Put back this run's newest "
+            "ledger.db (and its ledger.db-wal), or begin a new run from the checkpoint: --name NEW "
+            f"--resume.dir {checkpoints.directory.parent}"
+        )
 
 
 def _differs(state: TrainerState, ledger: Ledger) -> str:

@@ -209,6 +209,14 @@ class Checkpoints:
         """Return a part of a checkpoint, unchecked. Raises OSError."""
         return (self.path(step) / PARTS / part).read_bytes()
 
+    def is_intact(self, step: int) -> bool:
+        """Return whether every file of a checkpoint is as its record says."""
+        try:
+            self._read(step)
+        except StorageError:
+            return False
+        return True
+
     def backend_directory(self, step: int) -> Path:
         """Return the directory of the backend's files."""
         return self.path(step) / BACKEND

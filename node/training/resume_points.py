@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ...crypto.hashing import digest_parts
-from ..errors import StorageError
+from ..errors import BAD_FILE, StorageError
 from ..storage.partial import sync, whole_file
 from ..tasks import BackgroundWrite
 
@@ -57,17 +57,34 @@ class ResumePoints:
 
     def newest_first(self, after: int) -> list[ResumePoint]:
         """Return the intact points of steps after `after`; damaged ones are skipped with a warning."""
-        points = [self._read(step) for step in sorted(self._steps(), reverse=True) if step > after]
-        return [point for point in points if point is not None]
+        points: list[ResumePoint] = []
+        for step in sorted(self.steps(), reverse=True):
+            if step > after:
+                try:
+                    points.append(self.read(step))
+                except StorageError as error:
+                    logger.warning("passed over: %s", error)
+        return points
+
+    def read(self, step: int) -> ResumePoint:
+        """Return the point of a step. Raises StorageError where it is damaged or not there."""
+        path = self._path(step)
+        try:
+            point = msgspec.msgpack.decode(path.read_bytes(), type=ResumePoint)
+        except BAD_FILE as error:
+            raise StorageError(f"{path} cannot be read ({error})") from error
+        if point.step != step or point.digest != _digest(step, point.parts):
+            raise StorageError(f"{path} was altered after it was written")
+        return point
 
     def latest(self) -> int | None:
-        """Return the step of the newest point."""
-        return max(self._steps(), default=None)
+        """Return the step of the newest point that is there, whole or not."""
+        return max(self.steps(), default=None)
 
     def drop(self, after: int) -> None:
         """Delete the points of steps after `after`. Raises StorageError."""
         try:
-            for step in self._steps():
+            for step in self.steps():
                 if step > after:
                     self._path(step).unlink(missing_ok=True)
             if self._fsync and self._directory.is_dir():
@@ -80,23 +97,12 @@ class ResumePoints:
         point = ResumePoint(step, parts, _digest(step, parts))
         with whole_file(self._path(step), fsync=self._fsync) as partial:
             partial.write_bytes(msgspec.msgpack.encode(point))
-        for old in sorted(self._steps())[:-KEPT]:
+        for old in sorted(self.steps())[:-KEPT]:
             with suppress(OSError):
                 self._path(old).unlink()
 
-    def _read(self, step: int) -> ResumePoint | None:
-        path = self._path(step)
-        try:
-            point = msgspec.msgpack.decode(path.read_bytes(), type=ResumePoint)
-        except (OSError, msgspec.DecodeError) as error:
-            logger.warning("%s cannot be read: passed over (%s)", path, error)
-            return None
-        if point.step != step or point.digest != _digest(step, point.parts):
-            logger.warning("%s was altered after it was written: passed over", path)
-            return None
-        return point
-
-    def _steps(self) -> list[int]:
+    def steps(self) -> list[int]:
+        """Return the steps of all points that are there, whole or not."""
         if not self._directory.is_dir():
             return []
         matches = (_NAME.fullmatch(entry.name) for entry in self._directory.iterdir())

@@ -11,6 +11,7 @@ from primerl.node.errors import StorageError
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.state import TrainerState, check_ledger
 from primerl.node.training.checkpoint import Checkpoints
+from primerl.node.training.resume_points import ResumePoints
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ async def checkpoint(tmp_path: Path, head: tuple[int, int]) -> Checkpoints:
 async def test_a_ledger_may_know_later_versions_than_its_checkpoint(
     tmp_path: Path, ledger: Ledger, head: tuple[int, int]
 ) -> None:
-    check_ledger(await checkpoint(tmp_path, head), ledger)
+    check_ledger(await checkpoint(tmp_path, head), ResumePoints(tmp_path / "checkpoints"), ledger)
 
 
 @pytest.mark.parametrize("head", [(1, 3), (2, 0)])
@@ -59,4 +60,4 @@ async def test_a_ledger_that_lacks_only_a_version_is_older_than_its_checkpoint(
     with pytest.raises(
         StorageError, match=f"it is older, and knows of .* version 2, .* and {head[1]}"
     ):
-        check_ledger(checkpoints, ledger)
+        check_ledger(checkpoints, ResumePoints(tmp_path / "checkpoints"), ledger)

@@ -1,0 +1,367 @@
+"""Runs of a trainer and a worker that end hard before their k-th change of the disk, and what is left of them.
+
+A change is a file that is opened to be written, renamed or removed, a directory that is made or removed, or a
+statement of SQLite that writes: each is noticed by Python's own audit hook, whoever makes it. The process ends
+by os._exit() before the change is made, as by `kill -9`.
+"""
+
+import asyncio
+import json
+import os
+import sqlite3
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from support.counting_environment import NUMBERS, STOP, EvenEnvironment
+from support.swarm import CONFIG, RUN, Running, Swarm
+from support.witness import Event, Fakes, WitnessBackend
+
+from primerl.crypto.hashing import derive
+from primerl.node.app.factories import Factories, MakeLedger
+from primerl.node.config.run import RunConfig
+from primerl.node.inference.engine import GenerateRequest
+from primerl.node.storage.ledger import HonestRollout, Ledger
+from primerl.node.storage.run_files import holds_run
+from primerl.node.training.backend import StepMetrics, TrainBatch
+
+STEPS, MORE = 4, 2
+"""Steps of the run that is ended, and those by which the run that goes on is longer."""
+LIFE_S = 90.0
+CRASHED = 9
+IMPORTED = (
+    *("PIL.JpegImagePlugin", "matplotlib.backends.backend_agg", "pandas", "pyarrow.parquet"),
+    *("pyarrow.pandas_compat", "torch", "transformers.convert_slow_tokenizer", "trio"),
+    "transformers.models.qwen3.configuration_qwen3",
+)
+"""What nodes import when they need it: here before the forks, as it takes ten seconds."""
+READING = ("SELECT", "PRAGMA", "BEGIN", "--", "ROLLBACK", "VACUUM", "EXPLAIN")
+REPLY = 5
+"""Tokens by which two rollouts are told apart."""
+
+
+@dataclass
+class CrashPoint:
+    """Ends this process before change number `at` of a file below `directory`; 0: never."""
+
+    directory: str
+    at: int
+    note: Path
+    """Where the change that is not made is written."""
+    count: int = 0
+
+    def watch(self) -> None:
+        """Begin to count."""
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        match event:
+            case "open":
+                path, _, flags = arguments
+                if flags & (os.O_WRONLY | os.O_RDWR):
+                    self._change(path, "open")
+            case "os.rename":
+                self._change(arguments[1], "rename")
+            case "os.remove" | "os.mkdir" | "os.rmdir" | "os.truncate":
+                self._change(arguments[0], event)
+            case _:
+                pass
+
+    def trace(self, statement: str) -> None:
+        """Count a statement of SQL, unless it only reads."""
+        if not statement.lstrip().upper().startswith(READING):
+            self._count(" ".join(["SQL", *statement.split()[:4]]))
+
+    def _change(self, path: Any, kind: str) -> None:
+        name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
+        if name.startswith(self.directory):
+            self._count(f"{kind} {name.removeprefix(self.directory)}")
+        elif name and not name.startswith("/"):  # below an open directory
+            self._count(f"{kind} {name}")
+
+    def _count(self, kind: str) -> None:
+        self.count += 1
+        if self.count == self.at:
+            note = os.open(self.note, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.write(note, kind.encode())
+            os._exit(CRASHED)
+
+
+class Journal:
+    """What was promised to somebody, line by line, in a file that no crash of a node takes away."""
+
+    def __init__(self, path: Path, point: CrashPoint | None = None) -> None:
+        self.point = point
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(self, what: str, *values: Any) -> None:
+        """Add a line."""
+        os.write(self._file, json.dumps([what, *values]).encode() + b"\n")
+
+
+class NotedLedger(Ledger):
+    """Notes what is committed, once it is."""
+
+    def __init__(self, path: Path, *, fsync: bool, journal: Journal) -> None:
+        self._journal = journal
+        super().__init__(path, fsync=fsync)
+
+    def connect(self) -> sqlite3.Connection:
+        """See Ledger; what it writes is counted."""
+        connection = super().connect()
+        if self._journal.point is not None:
+            connection.set_trace_callback(self._journal.point.trace)
+        return connection
+
+    def add_head(self, epoch: int, version: int, sealed: bytes, manifest: bytes) -> None:
+        """See Ledger."""
+        super().add_head(epoch, version, sealed, manifest)
+        self._journal.note("head", epoch, version, sealed.hex())
+
+    def receive(
+        self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, received: int
+    ) -> int:
+        """See Ledger."""
+        arrival = super().receive(digest, lease_id, node, sealed, received)
+        self._journal.note("receipt", arrival, digest.hex())
+        return arrival
+
+    def add_verdict(
+        self,
+        node: bytes,
+        sealed: bytes,
+        arrival: int | None = None,
+        reputations: Any = None,
+        honest: Sequence[HonestRollout] = (),
+        bounds: Any = None,
+        *,
+        clean: bool = False,
+    ) -> bool:
+        """See Ledger."""
+        new = super().add_verdict(node, sealed, arrival, reputations, honest, bounds, clean=clean)
+        if new and arrival is not None:
+            self._journal.note("verdict", arrival)
+        return new
+
+
+class NotedBackend(WitnessBackend):
+    """Notes which rollouts it trains on."""
+
+    def __init__(self, fakes: Fakes, journal: Journal) -> None:
+        super().__init__(fakes)
+        self._journal = journal
+
+    async def step(self, batch: TrainBatch) -> StepMetrics:
+        """See TrainBackend."""
+        self._journal.note("trained", batch.step, [name(s.token_ids) for s in batch.samples])
+        return await super().step(batch)
+
+
+class NotedEvents(list[Event]):
+    """Notes which versions an engine loads."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def append(self, event: Event) -> None:
+        """Add an event."""
+        if event.kind == "load":
+            self._journal.note("loaded", event.version, event.state.hex())
+
+
+class NumberedEnvironment(EvenEnvironment):
+    """Its tasks differ by their prompts."""
+
+    async def prompt(self, task: Any) -> list[int]:
+        """The task's index in two tokens, then the question."""
+        first, number = await super().prompt(task)
+        high, low = divmod(task.index, NUMBERS)
+        return [first, 3 + high, 3 + low, number]
+
+
+def numbered(request: GenerateRequest) -> list[int]:
+    """Reply with tokens by which no two seeds and prompts are alike."""
+    drawn = derive("reply", repr((request.prompt, request.seed)).encode())
+    return [*(3 + byte % NUMBERS for byte in drawn[:REPLY]), STOP]
+
+
+def name(tokens: Sequence[int]) -> str:
+    """The name of a rollout: its tokens."""
+    return ".".join(map(str, tokens))
+
+
+class NotedSwarm(Swarm):
+    """A trainer and a worker whose promises are noted in `journal`."""
+
+    def __init__(self, directory: Path, model: Path, journal: Journal, **settings: Any) -> None:
+        fakes = Fakes(reply=numbered, events=NotedEvents(journal))
+        super().__init__(
+            directory,
+            model,
+            fakes=fakes,
+            trainer_ledger=partial(NotedLedger, journal=journal),
+            sampling={"max_tokens": REPLY + 1},
+            checkpoint={"interval": 2},
+            **settings,
+        )
+        own = NumberedEnvironment(max_tokens=REPLY + 1)
+        self.environments = {node: {CONFIG["environment"]["id"]: own} for node in ("trainer", "w1")}
+        self._journal = journal
+
+    def _factories(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
+        def backend(_: RunConfig) -> NotedBackend:
+            self.backends.append(NotedBackend(self.fakes, self._journal))
+            return self.backends[-1]  # type: ignore[return-value]
+
+        return replace(super()._factories(running, ledger), backend=backend)
+
+
+async def live(directory: Path, model: Path, journal: Journal, *, resume: bool) -> None:
+    """Run trainer and worker to the last step: from the beginning, or on from what is on the disk."""
+    steps = STEPS + MORE if resume else STEPS
+    async with NotedSwarm(directory, model, journal, max_steps=steps) as swarm:
+        goes_on = resume and holds_run(swarm.run_dir)
+        await swarm.start_trainer(resume=goes_on)
+        worker = swarm.add_worker("w1", ledger=partial(NotedLedger, journal=journal))
+        await swarm.finished(LIFE_S)
+        await worker.ended(LIFE_S)
+
+
+def prepare() -> None:
+    """Import all that nodes import, before any fork."""
+    for module in IMPORTED:
+        import_module(module)
+
+
+def in_child(work: Callable[[], None], log: Path) -> int:
+    """Run `work` in a fork of this process, with its output in `log`; return the exit code."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@dataclass
+class CrashedRun:
+    """What a run came to that ended before a change and went on."""
+
+    at: int
+    change: str
+    """The change that was not made; "" where there are not so many."""
+    faults: list[str]
+    again: int = 0
+    """Steps that were trained again."""
+    seconds: float = 0.0
+
+
+def crash(directory: Path, model: Path, at: int) -> CrashedRun:
+    """End a run in `directory` before its change number `at`, go on, and check what was promised."""
+    directory.mkdir()
+    nodes, journal, log = directory / "n", directory / "journal", directory / "log"
+    nodes.mkdir()
+    last = directory / "change"
+
+    def first() -> None:
+        point = CrashPoint(f"{nodes}/", at, last)
+        point.watch()
+        asyncio.run(live(nodes, model, Journal(journal, point), resume=False))
+        last.write_text(f"{point.count}")
+
+    def second() -> None:
+        asyncio.run(live(nodes, model, Journal(journal), resume=True))
+
+    code = in_child(first, log)
+    if code not in (0, CRASHED):
+        return CrashedRun(at, "", [f"the run itself failed: {tail(log)}"])
+    change = last.read_text() if code == CRASHED else ""
+    promised = promises(journal)
+    began = time.monotonic()
+    if code := in_child(second, log):
+        return CrashedRun(at, change, [f"it did not go on (exit code {code}): {tail(log)}"])
+    faults, again = check(nodes, promised, promises(journal))
+    return CrashedRun(at, change, faults, again, time.monotonic() - began)
+
+
+def tail(log: Path) -> str:
+    """The end of a log."""
+    return " | ".join(log.read_text(errors="replace").strip().splitlines()[-3:])
+
+
+Promises = dict[str, list[list[Any]]]
+
+
+def promises(journal: Path) -> Promises:
+    """What a journal says, by kind."""
+    lines: Promises = defaultdict(list)
+    text = journal.read_text() if journal.exists() else ""
+    for what, *values in map(json.loads, text.splitlines()):
+        lines[what].append(values)
+    return lines
+
+
+def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], int]:
+    """What is wrong with a run that went on to its end, and how many steps it trained again.
+
+    `promised` was noted before the crash, `after` by the end.
+    """
+    run_dir = nodes / RUN
+    faults: list[str] = []
+    with closing(sqlite3.connect(run_dir / "trainer" / "ledger.db")) as db:
+        inbox = dict(db.execute("SELECT arrival, hex(digest) FROM inbox"))
+        judged = [row for (row,) in db.execute("SELECT arrival FROM verdicts")]
+        heads = {
+            (t, v): h for t, v, h in db.execute("SELECT term, version, hex(sealed) FROM heads")
+        }
+    for arrival, digest in promised["receipt"]:
+        if inbox.get(arrival, "").lower() != digest:
+            faults.append(f"submission {arrival} had a receipt and is lost")
+        elif judged.count(arrival) != 1:
+            faults.append(f"submission {arrival} has {judged.count(arrival)} verdicts")
+    for epoch, version, sealed in after["head"]:
+        if heads.get((epoch, version), "").lower() != sealed:
+            faults.append(f"version {version} was signed, and is lost or was signed again")
+        if epoch:
+            faults.append(f"version {version} began epoch {epoch}")
+    published = {version for _, version, _ in promised["head"]}
+    steps: dict[int, list[str]] = {}
+    again = 0
+    for number, (step, names) in enumerate(after["trained"]):
+        if step in steps:
+            again += 1
+            if step in published and number >= len(promised["trained"]):
+                faults.append(f"step {step} was trained again after its version was published")
+        steps[step] = names
+    used = Counter(name for names in steps.values() for name in names)
+    faults += [
+        f"rollout {name} was used {count} times" for name, count in used.items() if count > 1
+    ]
+    if sorted(steps) != list(range(1, STEPS + MORE + 1)):
+        faults.append(f"steps {sorted(steps)} were trained")
+    faults += lost_rollouts(run_dir, set(used), promised)
+    return faults, again
+
+
+def lost_rollouts(run_dir: Path, used: set[str], promised: Promises) -> list[str]:
+    """Accepted rollouts with a receipt that were not used, do not wait, and were not sorted out for a reason."""
+    return []
