@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ..config.paths import home_directory
-from ..errors import BusyError, NetworkError, NodeError
+from ..errors import BAD_FILE, BusyError, NetworkError, NodeError
 from ..process.unix_sockets import answers, connected, remove_socket, short
 from ..storage.run_files import socket_path
 from ..tasks import end_tasks
@@ -276,7 +276,8 @@ def running(*, where: Path | None = None) -> list[RunningEntry]:
             continue
         entry = _read_entry(path)
         if entry is None or not _alive(entry):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         else:
             entries.append(entry)
     return sorted(entries, key=lambda entry: -entry.started)
@@ -284,9 +285,8 @@ def running(*, where: Path | None = None) -> list[RunningEntry]:
 
 def _read_entry(path: Path) -> RunningEntry | None:
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return RunningEntry(**fields)
-    except (OSError, ValueError, TypeError):
+        return msgspec.json.decode(path.read_bytes(), type=RunningEntry)
+    except BAD_FILE:
         return None  # not ours, half gone, or of a version that wrote other fields
 
 

@@ -111,12 +111,15 @@ class MetricsLog:
     """Append one line per step; a line is whole or absent, and JSON: numbers that are not finite are null."""
 
     def __init__(self, path: Path, monitor: "WandbMonitor | None" = None) -> None:
-        """`monitor` gets every line, too; close() closes it."""
+        """`monitor` gets every line, too; close() closes it. Raises StorageError."""
         self._monitor = monitor
         self.curves = StepCurves()
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise file_error(error, path) from error
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Write a line: step, Unix time (if `values` have none), and the values. Raises StorageError."""

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..errors import BAD_FILE, StorageError, file_error
+from ..errors import BAD_FILE, StorageError, file_error, one_line
+from ..removal import some
 from .partial import whole_file
 from .run_files import make_directory
 
@@ -219,7 +220,9 @@ class RolloutFiles:
         target = self.path(record.step)
         make_directory(self.directory)
         with whole_file(target, fsync=self._fsync) as partial:
-            with parquet.ParquetWriter(partial, schema, compression="zstd") as file:
+            with parquet.ParquetWriter(
+                partial, schema, compression="zstd", write_page_checksum=True
+            ) as file:
                 source = iter(rows)
                 while tables := list(islice(_tables(source, schema), TABLES_AT_ONCE)):
                     file.write(pa.concat_tables(tables))
@@ -243,8 +246,10 @@ class RolloutFiles:
         with _reading(path):
             schema = parquet.read_schema(path)
             _record(path, schema.metadata)
-            # a file of before a column was added has not this one
-            table = parquet.read_table(path, columns=[c for c in columns if c in schema.names])
+            # a file of before a column was added has not this one, a file of a later release may have more
+            _check_columns(schema)
+            names = [name for name in columns if name in schema.names]
+            table = parquet.read_table(path, columns=names, page_checksum_verification=True)
             return [KeptRollout(**row) for row in table.to_pylist()]
 
     def select(
@@ -300,8 +305,8 @@ def _reading(path: Path) -> Generator[None]:
             f"{path} is not there: rollouts of that step were not kept, or made room for newer ones"
             f"{there}"
         ) from error
-    except (OSError, pa.ArrowException, TypeError) as error:
-        raise StorageError(f"{path} is damaged ({error}): remove it") from error
+    except (*BAD_FILE, pa.ArrowException, TypeError) as error:
+        raise StorageError(f"{path} is damaged ({one_line(error)}): remove it") from error
 
 
 def _record(path: Path, metadata: "dict[bytes, bytes] | None") -> StepRecord:
@@ -314,6 +319,17 @@ def _record(path: Path, metadata: "dict[bytes, bytes] | None") -> StepRecord:
             f"{path} is of a newer release (format {record.format}): read it by that"
         )
     return record
+
+
+def _check_columns(schema: Any) -> None:
+    """Raise ValueError where a damaged name or type makes a column look like another one."""
+    ours = _schema()
+    there = frozenset[str](schema.names)
+    if len(there) < len(schema.names) or (there - {*COLUMNS} and {*COLUMNS} - there):
+        raise ValueError(f"unknown columns {some(sorted(there - {*COLUMNS}))}")
+    for name in there & {*COLUMNS}:
+        if schema.field(name).type != ours.field(name).type:
+            raise ValueError(f"column {name} has type {schema.field(name).type}")
 
 
 def _schema() -> Any:

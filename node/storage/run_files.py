@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import BAD_FILE, BusyError, StorageError, UsageError, file_error
+from ..errors import BusyError, StorageError, UsageError, file_error
 from ..process.unix_sockets import answers
 from ..removal import remove_tree, some
 from .partial import whole_file
@@ -264,11 +264,14 @@ def begun_on(run_dir: Path) -> str:
     Today's where there is none. Raises StorageError.
     """
     try:
-        begun = BEGUN.search((run_dir / MARK).read_text(encoding="utf-8"))
+        text = (run_dir / MARK).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return today()
-    except BAD_FILE as error:
-        raise StorageError(f"{run_dir / MARK} cannot be read ({error}): remove it") from error
+    except OSError as error:
+        raise file_error(error, run_dir / MARK) from error
+    begun = BEGUN.search(text)
+    if begun is None:
+        logger.warning("%s is damaged: the day on which the run began is today", run_dir / MARK)
     return begun[1] if begun else today()
 
 

@@ -55,7 +55,7 @@ def log_damage(path: Path) -> str:
 
 
 def _frames(data: bytes, page: int, salts: tuple[int, int]) -> Iterator[tuple[int, bool]]:
-    """Yield the offset of each frame of this log, and whether it commits; those left of an older log are none."""
+    """Yield the offset of each frame, and whether it commits, without those that an older log left."""
     size = _FRAME_HEADER.size + page
     for start in range(_LOG_HEADER.size, len(data) - size + 1, size):
         _, commits, *rest = _FRAME_HEADER.unpack_from(data, start)

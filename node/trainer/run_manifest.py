@@ -68,6 +68,7 @@ async def documents(
     lora = config.training.lora
     if known is not None:
         signed = known_documents(known, key.node_id)
+        _check_files(config, signed.manifest, files, model_dir)
         _check_adapters(lora, signed.manifest.adapters)
         _check_routes(config.training.enable_router_replay, signed.manifest)
         _check_environments(config, signed.manifest)
@@ -262,6 +263,22 @@ def _model_files(store: Store, model_dir: Path) -> tuple[FileRef, ...]:
         for name in contract_files(model_dir)
         if (data := (model_dir / name).read_bytes())
     )
+
+
+def _check_files(
+    config: RunConfig, run: RunManifest, files: tuple[FileRef, ...], model_dir: Path
+) -> None:
+    """Raise StorageError where the trainer would read other tokens or shapes than its workers."""
+    changed = next((file.name for file in run.model.files if file not in files), "")
+    if changed:
+        mend = (
+            "put it back"
+            if config.model.create is None
+            else f"remove {model_dir / 'config.json'}, and the model is made anew"
+        )
+        raise StorageError(
+            f"{model_dir / changed} is not the file that this run began with: {mend}, or {ANOTHER_RUN}"
+        )
 
 
 def _base_digest(model_dir: Path) -> bytes:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from ..errors import BAD_FILE, StorageError
+from ..errors import BAD_FILE, StorageError, one_line
 from ..storage.partial import partial_of, whole_directory
 from ..storage.run_files import written_by_learner
 from .world import RankChannel
@@ -341,7 +341,7 @@ def _read(
         fill({**_at_least_1d(saved.named()), **own}, directory)
     except (*BAD_FILE, SafetensorError) as error:
         raise StorageError(
-            f"{directory} cannot be read ({error}): resume from an earlier checkpoint"
+            f"{directory} cannot be read ({one_line(error)}): resume from an earlier checkpoint"
         ) from error
     return saved if rng else replace(saved, rng=rng_state())
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,17 +22,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from support.counting_environment import NUMBERS, STOP, EvenEnvironment
+import msgspec
+from support.counting_environment import NUMBERS, STOP, CountingEnvironment
 from support.swarm import CONFIG, RUN, Running, Swarm
 from support.witness import Event, Fakes, WitnessBackend
 
 from primerl.crypto.hashing import derive
 from primerl.node.app.factories import Factories, MakeLedger
 from primerl.node.config.run import RunConfig
+from primerl.node.environments.environment import Score, Task
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.storage.ledger import HonestRollout, Ledger
+from primerl.node.storage.rollouts import RolloutFiles
 from primerl.node.storage.run_files import holds_run
 from primerl.node.training.backend import StepMetrics, TrainBatch
+from primerl.node.training.buffer import BufferSnapshot
+from primerl.node.training.checkpoint import Checkpoints
+from primerl.protocol.envelope import Purpose, unseal
+from primerl.protocol.rollouts import Submission, unpack_u32
 
 STEPS, MORE = 4, 2
 """Steps of the run that is ended, and those by which the run that goes on is longer."""
@@ -131,7 +139,13 @@ class NotedLedger(Ledger):
     ) -> int:
         """See Ledger."""
         arrival = super().receive(digest, lease_id, node, sealed, received)
-        self._journal.note("receipt", arrival, digest.hex())
+        names = [
+            name(unpack_u32(branch.tokens))
+            for group in unseal(sealed, Purpose.SUBMISSION, Submission, now=0).body.groups
+            for rollout in group.rollouts
+            for branch in rollout.branches
+        ]
+        self._journal.note("receipt", arrival, digest.hex(), names)
         return arrival
 
     def add_verdict(
@@ -178,10 +192,13 @@ class NotedEvents(list[Event]):
             self._journal.note("loaded", event.version, event.state.hex())
 
 
-class NumberedEnvironment(EvenEnvironment):
-    """Its tasks differ by their prompts."""
+class NumberedEnvironment(CountingEnvironment):
+    """Its tasks differ by their prompts, and hardly any group has equal rewards: all are trained on."""
 
-    async def prompt(self, task: Any) -> list[int]:
+    def _worth(self, task: Task, reply: Sequence[int]) -> Score:
+        return Score(reward=reply[0] / (3 + NUMBERS))
+
+    async def prompt(self, task: Task) -> list[int]:
         """The task's index in two tokens, then the question."""
         first, number = await super().prompt(task)
         high, low = divmod(task.index, NUMBERS)
@@ -333,7 +350,7 @@ def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], 
         heads = {
             (t, v): h for t, v, h in db.execute("SELECT term, version, hex(sealed) FROM heads")
         }
-    for arrival, digest in promised["receipt"]:
+    for arrival, digest, _ in promised["receipt"]:
         if inbox.get(arrival, "").lower() != digest:
             faults.append(f"submission {arrival} had a receipt and is lost")
         elif judged.count(arrival) != 1:
@@ -362,6 +379,23 @@ def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], 
     return faults, again
 
 
-def lost_rollouts(run_dir: Path, used: set[str], promised: Promises) -> list[str]:
-    """Accepted rollouts with a receipt that were not used, do not wait, and were not sorted out for a reason."""
-    return []
+def lost_rollouts(run_dir: Path, used: AbstractSet[str], promised: Promises) -> list[str]:
+    """Rollouts with a receipt that were not trained on, do not wait, and were not sorted out for a reason."""
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1)
+    buffer = msgspec.msgpack.decode(checkpoints.glance(STEPS + MORE, "buffer"), type=BufferSnapshot)
+    waiting = {
+        name(branch.token_ids)
+        for group in buffer.groups
+        for rollout in group.rollouts
+        for branch in rollout.branches
+    }
+    kept = RolloutFiles(run_dir / "rollouts")
+    sorted_out = {
+        name([*row.prompt_ids, *row.completion_ids])
+        for step in kept.steps()
+        for row in kept.read(step)
+        if row.reason
+    }
+    received = {name for _, _, names in promised["receipt"] for name in names}
+    lost = received - used - waiting - sorted_out
+    return [f"rollout {name} had a receipt and is lost" for name in sorted(lost)]

@@ -119,7 +119,10 @@ def test_the_day_on_which_a_run_began_is_kept_until_it_begins_anew(
     assert run_files.begun_on(run) >= today
     assert run_files.begun_on(tmp_path) >= today
     mark.write_bytes(b"\xff")
-    with pytest.raises(StorageError, match="cannot be read"):
+    assert run_files.begun_on(run) >= today
+    mark.unlink()
+    mark.mkdir()
+    with pytest.raises(StorageError, match="move it away"):
         run_files.begun_on(run)
 
 
