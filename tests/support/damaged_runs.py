@@ -30,7 +30,6 @@ ROWS = {
     "`.primerl-run`": r"r/\.primerl-run",
     "`config.json` `ticket.txt`": r"r/(config\.json|ticket\.txt)",
     "`metrics.jsonl`": r"r/metrics\.jsonl",
-    "`evaluations.jsonl`": r"r/evaluations\.jsonl",
     "`model/config.json` `model/tokenizer*`": r"r/model/.*\.json",
     "`checkpoints/step_N/`": r"r/checkpoints/step_\d+/.*",
     "`checkpoints/step_N.resume`, killed": r"killed/r/checkpoints/step_\d+\.resume",
@@ -51,6 +50,8 @@ ROWS = {
     "`runs/ID/ledger.db-wal`, killed": r"killed/w1/runs/[^/]+/ledger\.db-wal",
 }
 """Rows of the table in docs/operating.md: the files of each, below a run that was stopped, or killed."""
+ELSEWHERE = re.compile(r"r/model/model\.safetensors")
+"""Files that only a real learner or engine reads: tests/node/storage/test_damaged_bytes.py has them."""
 NOISE = re.compile(r"lease \d+ was refused|empty batch|the last snapshot was not encoded")
 """Lines of the log that also come where nothing is damaged."""
 LINES: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("LINES", default=None)
@@ -173,7 +174,7 @@ def row_of(whole: str, name: str) -> str:
     for row, pattern in ROWS.items():
         if re.fullmatch(pattern, f"killed/{name}" if "killed/" in pattern else name):
             return row if ("killed/" in pattern) == (whole == "killed") else ""
-    return "" if whole == "killed" else f"no row: {name}"
+    return "" if whole == "killed" or ELSEWHERE.fullmatch(name) else f"no row: {name}"
 
 
 def kind_of(path: str) -> str:
