@@ -2,12 +2,16 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.hostile import Rogue
+from support.repository import ROOT
 from support.swarm import Swarm
 from support.waiting import until
 from support.witness import Fakes, trained_ages
@@ -297,6 +301,64 @@ async def test_work_on_a_policy_that_the_trainer_lost_is_stale_and_no_fraud(
             assert {one.reason for one in verdict.rejections} == {"stale"}
             (row,) = await swarm.trainer.peers()
             assert row["trust"] >= 0.5
+
+
+async def test_versions_that_were_announced_before_the_first_checkpoint_was_written_are_kept(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    fakes = Fakes(last_step=3)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=5) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await until(lambda: fakes.newest("w1") == 3)
+        await swarm.crash_trainer()
+        (checkpoint,) = swarm.run_dir.glob("checkpoints/step_0")
+        checkpoint.rename(checkpoint.with_name("step_0.partial"))
+        before = swarm.heads()
+        await swarm.start_trainer(resume=True)
+        fakes.go.set()
+        await swarm.finished()
+        heads = swarm.heads()
+    assert heads.items() >= before.items()
+    assert sorted(heads) == [(0, version) for version in range(6)]
+    assert [batch.step for batch in swarm.backend.batches] == [4, 5]
+
+
+async def test_a_resume_point_of_another_run_is_passed_over(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fakes = Fakes(last_step=3)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=4) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await until(lambda: fakes.newest("w1") == 3)
+        await swarm.crash_trainer()
+        points = ResumePoints(swarm.run_dir / "checkpoints")
+        newest = points.read(3)
+        cursor = msgspec.json.decode(newest.parts["cursor"]) | {"ledger": "another"}
+        points.begin(3, newest.parts | {"cursor": msgspec.json.encode(cursor)})
+        await points.finish()
+        await swarm.start_trainer(resume=True)
+        fakes.go.set()
+        await swarm.finished()
+    assert "resume point 3 is of another run" in caplog.text
+
+
+def crash(*options: str) -> None:
+    """End runs before changes of the disk; no promise is broken by those that go on."""
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "crashes.py"), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_process_that_ends_before_a_change_of_the_disk_loses_nothing_that_was_promised() -> None:
+    crash("--quick", "--seed", "55")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_whichever_change_of_the_disk_a_process_ends_before_nothing_is_lost() -> None:
+    crash("--every", "9")
 
 
 async def test_workers_find_a_trainer_that_moved_through_gossip(

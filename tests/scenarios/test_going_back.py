@@ -357,6 +357,25 @@ async def test_another_ledger_beside_checkpoints_is_refused_and_nothing_is_lost_
     assert sorted(heads) == [(0, version) for version in range(5)]
 
 
+async def test_a_run_does_not_go_on_with_other_tokens_than_its_workers_have(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    own = shutil.copytree(model_dir, tmp_path / "model")
+    async with Swarm(tmp_path / "run", own, max_steps=1, checkpoint=KEEP) as swarm:
+        await swarm.start_trainer()
+        swarm.add_worker("w1")
+        await swarm.finished()
+        tokens = own / "tokenizer.json"
+        whole = tokens.read_text()
+        tokens.write_text(whole.replace('"w5"', '"v5"'))
+        with pytest.raises(StorageError, match=r"tokenizer\.json is not the file .*: put it back"):
+            await swarm.start_trainer(resume=True, max_steps=2)
+        tokens.write_text(whole)
+        await swarm.start_trainer(resume=True, max_steps=2)
+        swarm.add_worker("w1")
+        await swarm.finished()
+
+
 def test_checkpoints_alone_are_a_run_that_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "r" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UsageError, match="holds a run"):

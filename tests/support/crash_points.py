@@ -8,9 +8,9 @@ by os._exit() before the change is made, as by `kill -9`.
 import asyncio
 import json
 import os
+import re
 import sqlite3
 import sys
-import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -51,7 +51,7 @@ IMPORTED = (
     "transformers.models.qwen3.configuration_qwen3",
 )
 """What nodes import when they need it: here before the forks, as it takes ten seconds."""
-READING = ("SELECT", "PRAGMA", "BEGIN", "--", "ROLLBACK", "VACUUM", "EXPLAIN")
+READING = ("SELECT", "PRAGMA", "BEGIN", "--", "ROLLBACK", "VACUUM")
 REPLY = 5
 """Tokens by which two rollouts are told apart."""
 
@@ -85,8 +85,11 @@ class CrashPoint:
 
     def trace(self, statement: str) -> None:
         """Count a statement of SQL, unless it only reads."""
-        if not statement.lstrip().upper().startswith(READING):
-            self._count(" ".join(["SQL", *statement.split()[:4]]))
+        verb, *rest = statement.split()
+        if verb.upper() not in READING:
+            places = ("INTO", "FROM", "EXISTS", "UPDATE", "TABLE")
+            at = max((i for i, word in enumerate((verb, *rest)) if word in places), default=-1)
+            self._count(f"SQL {verb} {(verb, *rest, '')[at + 1] if at >= 0 else ''}".rstrip())
 
     def _change(self, path: Any, kind: str) -> None:
         name = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
@@ -259,12 +262,11 @@ def prepare() -> None:
         import_module(module)
 
 
-def in_child(work: Callable[[], None], log: Path) -> int:
-    """Run `work` in a fork of this process, with its output in `log`; return the exit code."""
+def fork(work: Callable[[], None], log: Path) -> int:
+    """Begin `work` in a fork of this process, with its output in `log`; return its process id."""
     child = os.fork()
     if child:
-        _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status)
+        return child
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -279,6 +281,12 @@ def in_child(work: Callable[[], None], log: Path) -> int:
     os._exit(code)
 
 
+def ended(child: int) -> int:
+    """Wait for the end of a fork; return its exit code."""
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
 @dataclass
 class CrashedRun:
     """What a run came to that ended before a change and went on."""
@@ -289,7 +297,15 @@ class CrashedRun:
     faults: list[str]
     again: int = 0
     """Steps that were trained again."""
-    seconds: float = 0.0
+    unkept: int = 0
+    """Steps whose rollouts were not kept."""
+    changes: int = 0
+    """How many there were, of a run that was not ended."""
+
+    @property
+    def kind(self) -> str:
+        """The change without the numbers and digests by which changes of a kind differ."""
+        return re.sub(r"[0-9a-f]{8,}|(?<=/)[0-9a-f]{2}(?=/|$)|\d+", "*", self.change) or "none"
 
 
 def crash(directory: Path, model: Path, at: int) -> CrashedRun:
@@ -308,16 +324,17 @@ def crash(directory: Path, model: Path, at: int) -> CrashedRun:
     def second() -> None:
         asyncio.run(live(nodes, model, Journal(journal), resume=True))
 
-    code = in_child(first, log)
+    code = ended(fork(first, log))
     if code not in (0, CRASHED):
         return CrashedRun(at, "", [f"the run itself failed: {tail(log)}"])
-    change = last.read_text() if code == CRASHED else ""
+    noted = last.read_text()
+    change, changes = (noted, 0) if code == CRASHED else ("", int(noted))
     promised = promises(journal)
-    began = time.monotonic()
-    if code := in_child(second, log):
+    if code := ended(fork(second, log)):
         return CrashedRun(at, change, [f"it did not go on (exit code {code}): {tail(log)}"])
     faults, again = check(nodes, promised, promises(journal))
-    return CrashedRun(at, change, faults, again, time.monotonic() - began)
+    unkept = STEPS + MORE - len(RolloutFiles(nodes / RUN / "rollouts").steps())
+    return CrashedRun(at, change, faults, again, unkept, changes)
 
 
 def tail(log: Path) -> str:
@@ -375,6 +392,9 @@ def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], 
     ]
     if sorted(steps) != list(range(1, STEPS + MORE + 1)):
         faults.append(f"steps {sorted(steps)} were trained")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    if (logged := [json.loads(line)["step"] for line in lines]) != sorted(steps):
+        faults.append(f"metrics.jsonl has steps {logged}")
     faults += lost_rollouts(run_dir, set(used), promised)
     return faults, again
 

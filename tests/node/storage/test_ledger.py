@@ -1,6 +1,7 @@
 """The ledger's own promises: one node at a time, readers beside it, verdicts bounded and by owner."""
 
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -183,6 +184,67 @@ def test_a_ledger_whose_rows_and_indices_differ_is_refused_with_what_to_do(
     with pytest.raises(StorageError, match=r"ledger.db is damaged .*: put back a whole copy") as no:
         Ledger(path)
     assert "\n" not in str(no.value)
+
+
+def trainers_ledger(path: Path) -> Ledger:
+    """A ledger that counts its starts, with three submissions."""
+    ledger = Ledger(path, fsync=False)
+    ledger.count_boot()
+    for number in range(1, 4):
+        ledger.receive(digest(bytes([number])), number, A, bytes([number]) * 6000, 7)
+    return ledger
+
+
+def test_any_changed_byte_in_the_ledger_of_a_trainer_that_ended_in_order_is_noticed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ledger.db"
+    trainers_ledger(path).close()
+    whole = path.read_bytes()
+    for place in (8192 + 777, len(whole) - 1, 96):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(StorageError, match=r"ledger\.db is damaged"):
+            Ledger(path)
+    path.write_bytes(whole)
+    ledger = Ledger(path)
+    assert ledger.last_arrival() == 3
+    ledger.set("more", b"is written, and the checksum of before is not compared after a kill")
+    copy = tmp_path / "copy.db"
+    copy.write_bytes(path.read_bytes())
+    (tmp_path / "copy.db-wal").write_bytes((tmp_path / "ledger.db-wal").read_bytes())
+    ledger.close()
+    Ledger(copy).close()
+
+
+def test_a_release_that_makes_no_checksums_may_write_a_ledger_in_between(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    trainers_ledger(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value = x'0000000000000002' WHERE key = 'boots'")
+    db.close()
+    ledger = Ledger(path)
+    assert ledger.count_boot() == 3
+    ledger.close()
+
+
+def test_a_damaged_log_is_refused_before_the_transactions_behind_it_are_dropped(
+    tmp_path: Path,
+) -> None:
+    made, killed = tmp_path / "made", tmp_path / "killed"
+    ledger = trainers_ledger(made / "ledger.db")
+    shutil.copytree(made, killed)
+    ledger.close()
+    log = killed / "ledger.db-wal"
+    whole = log.read_bytes()
+    for place in (3, 2000, len(whole) // 2):
+        log.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        for _ in range(2):  # the first refusal drops nothing
+            with pytest.raises(StorageError, match=r"ledger.db is damaged \(.*ledger.db-wal"):
+                Ledger(killed / "ledger.db")
+    log.write_bytes(whole[:-1])  # the power went while the last transaction was written
+    ledger = Ledger(killed / "ledger.db")
+    assert ledger.last_arrival() == 2
+    ledger.close()
 
 
 def test_a_directory_where_the_ledger_belongs_is_named(tmp_path: Path) -> None:

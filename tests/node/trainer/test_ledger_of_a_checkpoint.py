@@ -23,10 +23,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
     ledger.close()
 
 
-async def checkpoint(tmp_path: Path, head: tuple[int, int]) -> Checkpoints:
-    """Write a checkpoint that was made when `head` was the newest (epoch, version)."""
-    backend = CountingBackend()
-    await backend.start(tmp_path)
+def state_at(head: tuple[int, int], ledger: str = "") -> bytes:
+    """A trainer's state, encoded, of when `head` was the newest (epoch, version)."""
     state = TrainerState(
         verified_up_to=0,
         history=[],
@@ -39,9 +37,17 @@ async def checkpoint(tmp_path: Path, head: tuple[int, int]) -> Checkpoints:
         staleness_max=0,
         boots=1,
         head=head,
+        ledger=ledger,
     )
+    return msgspec.json.encode(state)
+
+
+async def checkpoint(tmp_path: Path, head: tuple[int, int], ledger: str = "") -> Checkpoints:
+    """Write a checkpoint that was made when `head` was the newest (epoch, version)."""
+    backend = CountingBackend()
+    await backend.start(tmp_path)
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)
-    await checkpoints.write(1, {"cursor": msgspec.json.encode(state)}, backend)
+    await checkpoints.write(1, {"cursor": state_at(head, ledger)}, backend)
     return checkpoints
 
 
@@ -61,3 +67,31 @@ async def test_a_ledger_that_lacks_only_a_version_is_older_than_its_checkpoint(
         StorageError, match=f"it is older, and knows of .* version 2, .* and {head[1]}"
     ):
         check_ledger(checkpoints, ResumePoints(tmp_path / "checkpoints"), ledger)
+
+
+@pytest.mark.parametrize("of_another_run", [False, True])
+async def test_a_ledger_that_lacks_what_a_resume_point_of_its_run_knows_is_older(
+    tmp_path: Path, ledger: Ledger, of_another_run: bool
+) -> None:
+    checkpoints = await checkpoint(tmp_path, (1, 2))
+    points = ResumePoints(tmp_path / "checkpoints", fsync=False)
+    name = "another" if of_another_run else ledger.ledger_id()
+    points.begin(5, {"cursor": state_at((1, 3), name)})
+    await points.finish()
+    if of_another_run:
+        check_ledger(checkpoints, points, ledger)
+        return
+    with pytest.raises(StorageError, match="not the ledger of resume point 5: it is older"):
+        check_ledger(checkpoints, points, ledger)
+
+
+async def test_a_checkpoint_with_the_place_of_another_run_says_nothing_of_the_ledger(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    checkpoints = await checkpoint(tmp_path, (1, 2))
+    points = ResumePoints(tmp_path / "checkpoints")
+    (checkpoints.path(1) / "parts" / "cursor").write_bytes(state_at((1, 2), "another"))
+    check_ledger(checkpoints, points, ledger)
+    await checkpoint(tmp_path, (1, 2), "another")
+    with pytest.raises(StorageError, match="it is of another run"):
+        check_ledger(checkpoints, points, ledger)
