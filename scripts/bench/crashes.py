@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 @contextmanager
-def own_registry(directory: str) -> Iterator[None]:
+def own_registry(directory: str) -> Generator[None]:
     """Keep the nodes out of the user's registry."""
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = directory

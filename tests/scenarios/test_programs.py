@@ -20,6 +20,18 @@ from primerl.protocol.manifests import Ticket
 pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
 
 
+def empty(data: bytes) -> bytes:
+    return b""
+
+
+def half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def last_byte(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 ENDLESS = ("--max-steps", "100000")
 """Of a run that ends when a test has seen what it waits for, however slow the machine is."""
 
@@ -115,6 +127,39 @@ def test_a_used_directory_is_not_overwritten(tmp_path: Path) -> None:
         third = run.trainer()
         assert third.wait() == 2, third.output()
         assert "--resume" in last_line(third.output())
+
+
+DAMAGED = {
+    "model/tokenizer.json": (empty, 7),
+    "model/model.safetensors": (empty, 7),
+    "trainer/key.pem": (half, 5),
+    "trainer/ledger.db": (last_byte, 5),
+    "checkpoints/step_2/backend/learner.json": (half, 0),
+    "checkpoints/step_2/backend/shard-00000-00000.safetensors": (last_byte, 0),
+}
+"""Files of a run with a real learner: how each is damaged, and the exit code; 0: from the checkpoint before."""
+
+
+@pytest.mark.slow
+def test_a_program_ends_on_a_damaged_file_in_one_line_or_goes_on(tmp_path: Path) -> None:
+    with nodes(tmp_path) as run:
+        trainer = run.trainer("--max-steps", "2", "--checkpoint.interval", "1")
+        run.until("ticket", run.has_ticket)
+        worker = run.worker("worker")
+        assert (trainer.wait(), worker.wait()) == (0, 0), run.logs()
+        for name, (damage, code) in DAMAGED.items():
+            path = run.run_dir / name
+            whole = path.read_bytes()
+            path.write_bytes(damage(whole))
+            again = run.trainer("--resume", "--max-steps", "3", "--checkpoint.interval", "1")
+            if code:
+                assert again.wait() == code, again.output()
+                assert path.name in last_line(again.output())
+            else:
+                run.until("resumed", lambda: "resumed at step 1" in again.output())
+                again.kill()
+            assert "Traceback" not in again.output()
+            path.write_bytes(whole)
 
 
 def test_a_ticket_of_a_past_time_or_another_shape_is_refused(tmp_path: Path) -> None:

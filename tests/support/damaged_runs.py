@@ -10,7 +10,7 @@ import math
 import re
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +92,7 @@ class CapturedLines(logging.Handler):
 
 
 @contextmanager
-def captured() -> Iterator[None]:
+def captured() -> Generator[None]:
     """Capture warnings while the block runs."""
     handler = CapturedLines()
     logging.getLogger().addHandler(handler)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ class Kept:
 
     name: str
     path: str
-    write: Callable[[Path, int], Awaitable[None] | None]
+    write: Callable[[Path, int], Coroutine[Any, Any, None] | None]
     """Of a run of that number."""
     read: Callable[[Path], Any]
     checked: bool = True
