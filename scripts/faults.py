@@ -67,6 +67,56 @@ class Verdict:
 
 
 FAULTS = (
+    # -- damaged files
+    Fault(
+        "a damaged log of a ledger is read up to the damage",
+        "node/storage/ledger.py",
+        "_check_log(path)  # before SQLite opens it, and drops what it cannot read",
+        "pass",
+        ("test_a_damaged_log_is_refused_before_the_transactions_behind_it_are_dropped",),
+    ),
+    Fault(
+        "a changed byte in a closed ledger is believed",
+        "node/storage/ledger.py",
+        "if mark == self.boots() and sqlite_file.is_changed(path):",
+        "if False:",
+        ("test_any_changed_byte_in_the_ledger_of_a_trainer_that_ended_in_order_is_noticed",),
+    ),
+    Fault(
+        "a resume point of another run is taken",
+        "node/app/startup.py",
+        'if saved is None or saved.ledger not in ("", ledger.ledger_id()):',
+        "if saved is None:",
+        ("test_a_resume_point_of_another_run_is_passed_over",),
+    ),
+    Fault(
+        "a ledger that lacks what a resume point knows is taken",
+        "node/trainer/state.py",
+        '_refuse(f"resume point {step}", state, ledger, checkpoints)',
+        "pass",
+        ("test_a_ledger_that_lacks_what_a_resume_point_of_its_run_knows_is_older",),
+    ),
+    Fault(
+        "a run without a checkpoint begins anew",
+        "node/app/startup.py",
+        "return await self._catch_up(role, ledger, checkpoint)",
+        "return await self._catch_up(role, ledger, checkpoint) if checkpoint else None",
+        ("test_versions_that_were_announced_before_the_first_checkpoint_was_written_are_kept",),
+    ),
+    Fault(
+        "a trainer goes on with other tokens than its workers",
+        "node/trainer/run_manifest.py",
+        "_check_files(config, signed.manifest, files, model_dir)",
+        "pass",
+        ("test_a_run_does_not_go_on_with_other_tokens_than_its_workers_have",),
+    ),
+    Fault(
+        "a column of kept rollouts whose name is damaged is left out",
+        "node/storage/rollouts.py",
+        "_check_columns(schema)",
+        "pass",
+        ("test_damaged_bytes_are_read_as_what_was_written_as_nothing_or_as_one_line",),
+    ),
     # -- models of others
     Fault(
         "tensors of a GGUF file that transformers leaves out are left out",

@@ -2,15 +2,17 @@
 
 import json
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios.processes import CONFIG, HERE, Nodes, nodes
+from scenarios.processes import CONFIG, HERE, Nodes, Program, nodes
 from support import older_data
 
 from primerl.crypto.keys import SecretKey
@@ -130,14 +132,17 @@ def test_a_used_directory_is_not_overwritten(tmp_path: Path) -> None:
 
 
 DAMAGED = {
-    "model/tokenizer.json": (empty, 7),
+    "model/tokenizer.json": (empty, 5),
     "model/model.safetensors": (empty, 7),
     "trainer/key.pem": (half, 5),
     "trainer/ledger.db": (last_byte, 5),
-    "checkpoints/step_2/backend/learner.json": (half, 0),
-    "checkpoints/step_2/backend/shard-00000-00000.safetensors": (last_byte, 0),
 }
-"""Files of a run with a real learner: how each is damaged, and the exit code; 0: from the checkpoint before."""
+"""Files of a run with a real learner: how each is damaged, and the exit code."""
+RESUMED = {
+    "checkpoints/step_2/backend/shard-00000-00000.safetensors": 1,
+    "model/config.json": 2,
+}
+"""Files of which half is left, or which is removed, and from which step the run goes on then."""
 
 
 @pytest.mark.slow
@@ -147,19 +152,26 @@ def test_a_program_ends_on_a_damaged_file_in_one_line_or_goes_on(tmp_path: Path)
         run.until("ticket", run.has_ticket)
         worker = run.worker("worker")
         assert (trainer.wait(), worker.wait()) == (0, 0), run.logs()
-        for name, (damage, code) in DAMAGED.items():
+        copy = run.run_dir.with_name("copy")
+        run.run_dir.rename(copy)
+
+        def again(name: str, damage: Callable[[bytes], bytes] | None) -> Program:
+            shutil.rmtree(run.run_dir, ignore_errors=True)
+            shutil.copytree(copy, run.run_dir)
             path = run.run_dir / name
-            whole = path.read_bytes()
-            path.write_bytes(damage(whole))
-            again = run.trainer("--resume", "--max-steps", "3", "--checkpoint.interval", "1")
-            if code:
-                assert again.wait() == code, again.output()
-                assert path.name in last_line(again.output())
-            else:
-                run.until("resumed", lambda: "resumed at step 1" in again.output())
-                again.kill()
-            assert "Traceback" not in again.output()
-            path.write_bytes(whole)
+            path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
+            return run.trainer("--resume", "--max-steps", "3", "--checkpoint.interval", "1")
+
+        for name, (damage, code) in DAMAGED.items():
+            ended = again(name, damage)
+            assert ended.wait() == code, ended.output()
+            assert str((run.run_dir / name).parent) in last_line(ended.output())
+        for name, step in RESUMED.items():
+            resumed = again(name, half if step == 1 else None)
+            line = f"resumed at step {step}"
+            run.until(line, lambda line=line, program=resumed: line in program.output())
+            resumed.kill()
+        assert "Traceback" not in run.programs[-1].output()
 
 
 def test_a_ticket_of_a_past_time_or_another_shape_is_refused(tmp_path: Path) -> None:
