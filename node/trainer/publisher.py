@@ -98,11 +98,12 @@ class Publisher:
 
     async def close(self) -> None:
         """Give up the snapshot that is being encoded."""
+        given_up = self._snapshot is not None and not self._snapshot.done()
         self._closed.set()
         await self.wait_for_snapshot()
         if self._snapshot is not None:
             error = self._snapshot.exception()
-            if error is not None:
+            if error is not None and not given_up:
                 logger.warning("the last snapshot was not encoded: %s", error)
             self._snapshot = None
 

@@ -304,8 +304,10 @@ class CrashedRun:
 
     @property
     def kind(self) -> str:
-        """The change without the numbers and digests by which changes of a kind differ."""
-        return re.sub(r"[0-9a-f]{8,}|(?<=/)[0-9a-f]{2}(?=/|$)|\d+", "*", self.change) or "none"
+        """Which statement of SQL, or which folder: two of its names, without numbers and digests."""
+        verb, _, path = self.change.partition(" ")
+        place = f"ledger, {path.split()[0]}" if verb == "SQL" else "/".join(path.split("/")[:3])
+        return re.sub(r"[0-9a-f]{8,}|\d+", "*", place) or "none"
 
 
 def crash(directory: Path, model: Path, at: int) -> CrashedRun:

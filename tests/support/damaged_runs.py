@@ -52,7 +52,7 @@ ROWS = {
 """Rows of the table in docs/operating.md: the files of each, below a run that was stopped, or killed."""
 ELSEWHERE = re.compile(r"r/model/model\.safetensors")
 """Files that only a real learner or engine reads: tests/node/storage/test_damaged_bytes.py has them."""
-NOISE = re.compile(r"lease \d+ was refused|empty batch|the last snapshot was not encoded")
+NOISE = re.compile(r"lease \d+ was refused|empty batch")
 """Lines of the log that also come where nothing is damaged."""
 LINES: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("LINES", default=None)
 
