@@ -1,8 +1,8 @@
-"""End a trainer and a worker hard before each of their changes of the disk, start them again, and count losses.
+"""End a trainer and two workers hard before each change that they make to the disk, go on, and count losses.
 
     .venv/bin/python scripts/bench/crashes.py [--quick] [--every N] [--seed N] [--jobs N] [--json FILE]
 
-Both nodes run in one process, over the tests' memory transport and with the tests' engine, auditor and learner;
+All nodes run in one process, over the tests' memory transport and with the tests' engine, auditor and learner;
 ledgers, checkpoints, resume points, chunks and all other files are real. The process ends by os._exit() before
 change number k, as by `kill -9`; another one goes on with the run. What was promised is in a journal beside the
 nodes: signed versions, submissions with a receipt, verdicts, batches. --quick takes a few points by --seed.

@@ -1,4 +1,4 @@
-"""Runs of a trainer and a worker that end hard before their k-th change of the disk, and what is left of them.
+"""Runs of a trainer and two workers that end hard before their k-th change of the disk, and what is left.
 
 A change is a file that is opened to be written, renamed or removed, a directory that is made or removed, or a
 statement of SQLite that writes: each is noticed by Python's own audit hook, whoever makes it. The process ends
@@ -8,12 +8,15 @@ by os._exit() before the change is made, as by `kill -9`.
 import asyncio
 import json
 import os
+import random
 import re
 import sqlite3
 import sys
+import threading
+import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -25,11 +28,11 @@ from typing import Any
 import msgspec
 from support.counting_environment import NUMBERS, STOP, CountingEnvironment
 from support.swarm import CONFIG, RUN, Running, Swarm
-from support.witness import Event, Fakes, WitnessBackend
+from support.witness import Event, Fakes, WitnessAuditor, WitnessBackend
 
 from primerl.crypto.hashing import derive
 from primerl.node.app.factories import Factories, MakeLedger
-from primerl.node.config.run import RunConfig
+from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.environments.environment import Score, Task
 from primerl.node.inference.engine import GenerateRequest
 from primerl.node.storage.ledger import HonestRollout, Ledger
@@ -38,12 +41,15 @@ from primerl.node.storage.run_files import holds_run
 from primerl.node.training.backend import StepMetrics, TrainBatch
 from primerl.node.training.buffer import BufferSnapshot
 from primerl.node.training.checkpoint import Checkpoints
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
+from primerl.node.weights.state import State
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.rollouts import Submission, unpack_u32
 
 STEPS, MORE = 4, 2
 """Steps of the run that is ended, and those by which the run that goes on is longer."""
 LIFE_S = 90.0
+WORKERS = ("w1", "w2")
 CRASHED = 9
 IMPORTED = (
     *("PIL.JpegImagePlugin", "matplotlib.backends.backend_agg", "pandas", "pyarrow.parquet"),
@@ -52,6 +58,8 @@ IMPORTED = (
 )
 """What nodes import when they need it: here before the forks, as it takes ten seconds."""
 READING = ("SELECT", "PRAGMA", "BEGIN", "--", "ROLLBACK", "VACUUM")
+SLOW_S = 0.05
+"""Longest delay of a change that a thread makes, and of an audit: what is begun first does not end first."""
 REPLY = 5
 """Tokens by which two rollouts are told apart."""
 
@@ -65,6 +73,9 @@ class CrashPoint:
     note: Path
     """Where the change that is not made is written."""
     count: int = 0
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(self.at)
 
     def watch(self) -> None:
         """Begin to count."""
@@ -99,6 +110,8 @@ class CrashPoint:
             self._count(f"{kind} {name}")
 
     def _count(self, kind: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(SLOW_S * self._chance.random() ** 3)  # others overtake it
         self.count += 1
         if self.count == self.at:
             note = os.open(self.note, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -182,6 +195,18 @@ class NotedBackend(WitnessBackend):
         return await super().step(batch)
 
 
+class UnevenAuditor(WitnessAuditor):
+    """Takes more or less time, so that verdicts come in another order than submissions."""
+
+    async def audit(
+        self, items: Sequence[AuditItem], states: Mapping[int, State]
+    ) -> list[Measured | Unreadable]:
+        """See Auditor."""
+        measured = await super().audit(items, states)
+        await asyncio.sleep(random.random() * SLOW_S)
+        return measured
+
+
 class NotedEvents(list[Event]):
     """Notes which versions an engine loads."""
 
@@ -220,7 +245,7 @@ def name(tokens: Sequence[int]) -> str:
 
 
 class NotedSwarm(Swarm):
-    """A trainer and a worker whose promises are noted in `journal`."""
+    """A trainer and two workers whose promises are noted in `journal`."""
 
     def __init__(self, directory: Path, model: Path, journal: Journal, **settings: Any) -> None:
         fakes = Fakes(reply=numbered, events=NotedEvents(journal))
@@ -234,7 +259,9 @@ class NotedSwarm(Swarm):
             **settings,
         )
         own = NumberedEnvironment(max_tokens=REPLY + 1)
-        self.environments = {node: {CONFIG["environment"]["id"]: own} for node in ("trainer", "w1")}
+        self.environments = {
+            node: {CONFIG["environment"]["id"]: own} for node in ("trainer", *WORKERS)
+        }
         self._journal = journal
 
     def _factories(self, running: Running, ledger: MakeLedger | None = None) -> Factories:
@@ -242,18 +269,25 @@ class NotedSwarm(Swarm):
             self.backends.append(NotedBackend(self.fakes, self._journal))
             return self.backends[-1]  # type: ignore[return-value]
 
-        return replace(super()._factories(running, ledger), backend=backend)
+        def auditor(_: EngineConfig, timeout_s: float) -> Auditor:
+            return UnevenAuditor(self.fakes)
+
+        own = super()._factories(running, ledger)
+        return replace(own, backend=backend, auditor=auditor)
 
 
 async def live(directory: Path, model: Path, journal: Journal, *, resume: bool) -> None:
-    """Run trainer and worker to the last step: from the beginning, or on from what is on the disk."""
+    """Run trainer and workers to the last step: from the beginning, or on from what is on the disk."""
     steps = STEPS + MORE if resume else STEPS
     async with NotedSwarm(directory, model, journal, max_steps=steps) as swarm:
         goes_on = resume and holds_run(swarm.run_dir)
         await swarm.start_trainer(resume=goes_on)
-        worker = swarm.add_worker("w1", ledger=partial(NotedLedger, journal=journal))
+        workers = [
+            swarm.add_worker(name, ledger=partial(NotedLedger, journal=journal)) for name in WORKERS
+        ]
         await swarm.finished(LIFE_S)
-        await worker.ended(LIFE_S)
+        for worker in workers:
+            await worker.ended(LIFE_S)
 
 
 def prepare() -> None:
