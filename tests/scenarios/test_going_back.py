@@ -363,8 +363,9 @@ async def test_a_run_does_not_go_on_with_other_tokens_than_its_workers_have(
     own = shutil.copytree(model_dir, tmp_path / "model")
     async with Swarm(tmp_path / "run", own, max_steps=1, checkpoint=KEEP) as swarm:
         await swarm.start_trainer()
-        swarm.add_worker("w1")
+        worker = swarm.add_worker("w1")
         await swarm.finished()
+        await worker.ended()
         tokens = own / "tokenizer.json"
         whole = tokens.read_text()
         tokens.write_text(whole.replace('"w5"', '"v5"'))
