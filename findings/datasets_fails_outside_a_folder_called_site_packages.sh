@@ -38,7 +38,7 @@ except Exception as error:
 PYTHON
 
 elsewhere=$(PYTHONPATH="$folder/libs" env/bin/python make.py)
-mv libs site-packages
+ln -s libs site-packages
 called=$(PYTHONPATH="$folder/site-packages" env/bin/python make.py)
 echo "in libs:           $elsewhere"
 echo "in site-packages:  $called"

@@ -190,6 +190,13 @@ class JudgeNode(IssuingNode):
         finally:
             ledger.close()
 
+    @property
+    def _other_model(self) -> str:
+        return (
+            f"{self._config.run_dir} is of a judge with other weights: give another --name, as rewards of two "
+            "judges do not compare"
+        )
+
     async def _work(self, ledger: Ledger) -> None:
         config = as_run(self._config)
         self.phase = "loading"
@@ -199,16 +206,16 @@ class JudgeNode(IssuingNode):
         if (known := ledger.get(MANIFEST)) is not None:
             # in words of its own: a judge has no checkpoint to begin another one from
             check_contract(config, run_manifest.known_documents(known, self.key.node_id).manifest)
-        documents = await run_manifest.documents(config, self.key, ledger, store, model_dir)
+        try:
+            documents = await run_manifest.documents(config, self.key, ledger, store, model_dir)
+        except run_manifest.OtherModelFiles as error:
+            raise UsageError(self._other_model) from error
         async with self.open_run(config, ledger, store, documents, self._factories) as services:
             self._services = services
             newest = services.heads.latest()
             weights = (await asyncio.to_thread(prove, 0, state)).digest
             if newest is not None and newest.head.state != weights:
-                raise UsageError(
-                    f"{self._config.run_dir} is of a judge with other weights: give another --name, as rewards "
-                    "of two judges do not compare"
-                )
+                raise UsageError(self._other_model)
             own_name = f"{public_name(config.model.name)}@{weights.hex()[:DIGEST_SHOWN]}"
             name = self._config.api.served_name or own_name
             verification = Verification(config, documents, self.key.node_id, self._factories)

@@ -22,7 +22,7 @@ from ..errors import BETWEEN_PROBLEMS, UsageError
 from .evaluation import EvalConfig
 from .judge import JudgeRunConfig
 from .paths import expand_home
-from .removed import rename, replacement
+from .removed import drop_defaults, rename, replacement
 from .run import JoinConfig, RunConfig
 from .serving import ServeConfig
 from .sft import SftConfig
@@ -210,6 +210,7 @@ def _files(cls: type[BaseModel], args: list[str]) -> tuple[list[str], list[_Laye
         if path and not rest_of_path and model_in(annotation):
             tree = nest(path, tree)
             flags.pop()
+        drop_defaults(tree)
         for line in rename(tree):
             logger.warning("config key in %s: %s", name, line)
         layers.append(_Layer(f"in {name}", tree))

@@ -79,6 +79,36 @@ RENAMED = {("network", "max_upload_mbps"): ("limits", "upload")}
 """(section, key) -> those that mean the same now. Files may have the old ones for a release."""
 
 
+DEFAULTS: dict[str, object] = {
+    "api.max_inflight": 1024,
+    "base": "",
+    "data.max_bad_rows": 0.05,
+    "data.max_row_mib": 16.0,
+    "launch.share_gpus": False,
+    "leases": 0,
+    "loss.ref_kl_mask_low": 0.2,
+    "network.mdns": False,
+    "sft.max_bad_rows": 0.05,
+    "sft.max_row_mib": 16.0,
+    "weights.anchor_interval": 10,
+    "weights.chunk_mib": 4.0,
+}
+"""Removed key, in its section -> default of the release before, which is what happens now.
+
+Settings that a node of that release kept have all keys: these are nobody's choice.
+"""
+
+
+def drop_defaults(tree: dict[str, Any], section: str = "") -> None:
+    """Drop removed keys that have their default from a config's file, in place."""
+    for key, value in list(tree.items()):
+        name = f"{section}.{key}".removeprefix(".")
+        if isinstance(value, dict):
+            drop_defaults(value, key)  # pyright: ignore[reportUnknownArgumentType]
+        elif name in DEFAULTS and DEFAULTS[name] == value:
+            del tree[key]
+
+
 def rename(tree: dict[str, Any]) -> list[str]:
     """Move the values of renamed keys in a config's file, in place; return a line for each."""
     lines: list[str] = []

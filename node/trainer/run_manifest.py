@@ -265,10 +265,14 @@ def _model_files(store: Store, model_dir: Path) -> tuple[FileRef, ...]:
     )
 
 
+class OtherModelFiles(StorageError):
+    """The model's directory has other files than those that the run began with."""
+
+
 def _check_files(
     config: RunConfig, run: RunManifest, files: tuple[FileRef, ...], model_dir: Path
 ) -> None:
-    """Raise StorageError where the trainer would read other tokens or shapes than its workers."""
+    """Raise OtherModelFiles where the trainer would read other tokens or shapes than its workers."""
     changed = next((file.name for file in run.model.files if file not in files), "")
     if changed:
         mend = (
@@ -276,7 +280,7 @@ def _check_files(
             if config.model.create is None
             else f"remove {model_dir / 'config.json'}, and the model is made anew"
         )
-        raise StorageError(
+        raise OtherModelFiles(
             f"{model_dir / changed} is not the file that this run began with: {mend}, or {ANOTHER_RUN}"
         )
 

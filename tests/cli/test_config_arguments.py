@@ -257,9 +257,7 @@ def test_a_flag_may_mend_what_a_file_got_wrong(tmp_path: Path) -> None:
 
 
 def test_variables_of_another_command_are_no_error() -> None:
-    assert (
-        load(JoinConfig, [], {"PRIMERL_TRAINING__LR": "1", "PRIMERL_PASSPHRASE": "x"}).leases == 0
-    )
+    assert not load(JoinConfig, [], {"PRIMERL_TRAINING__LR": "1", "PRIMERL_PASSPHRASE": "x"}).wait
     assert load(RunConfig, [], {"PRIMERL_TICKET": "t", "PRIMERL_PARENT_PID": "1"}).seed == 0
     assert load(RunConfig, [], {"PRIMERL_API__SERVED_NAME": "the-judge"}).seed == 0
 
@@ -523,3 +521,14 @@ def test_a_section_may_be_given_by_its_type(tmp_path: Path) -> None:
 def test_a_wrong_type_of_a_section_is_refused() -> None:
     with pytest.raises(UsageError, match=r"engine\.type"):
         load(RunConfig, ["--engine", "vlm"], {})
+
+
+def test_a_removed_key_that_a_node_of_the_release_before_kept_at_its_default_is_no_error(
+    tmp_path: Path,
+) -> None:
+    kept = tmp_path / "join.toml"
+    kept.write_text("leases = 0\n[network]\nmdns = false\n[weights]\nanchor_interval = 10\n")
+    load(JoinConfig, ["@", str(kept)], {})
+    kept.write_text("[weights]\nanchor_interval = 5\n")
+    with pytest.raises(UsageError, match="every ten versions"):
+        load(JoinConfig, ["@", str(kept)], {})

@@ -106,8 +106,9 @@ async def test_a_pause_outlives_a_restart_and_leaves_the_engine_unstarted(
     fakes = Fakes()
     async with Swarm(tmp_path, model_dir, fakes=fakes, rollouts=ROLLOUTS) as swarm:
         await swarm.start_trainer()
-        worker = swarm.add_worker("w")
-        await swarm.wait_step(1)
+        holding = HeldEngine(fakes, "w")
+        worker = swarm.add_worker("w", engine=holding)
+        await until(lambda: holding.waiting > 0)
         await tell(worker, "pause", seconds=3600.0)
         await swarm.stop_worker("w")
         engine = HeldEngine(fakes, "w")
