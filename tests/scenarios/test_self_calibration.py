@@ -64,7 +64,6 @@ def join(run: Nodes, name: str, engine: Callable[[EngineConfig], Engine]) -> Wor
         "network": {"host": "127.0.0.1", "libp2p": False},
         "engine": {"device": "cpu", "dtype": "bfloat16"},
         "environments": {"allow": ["early_letters"]},
-        "leases": 1,
         "fsync": False,
     }
     config = JoinConfig.model_validate(settings)
