@@ -9,8 +9,8 @@ import ctypes
 import gc
 from contextlib import suppress
 
-FREEZE_AFTER_S = (20.0, 60.0, 240.0)
-"""Seconds from the start: a node imports modules until its first work, and for new kinds of work."""
+FREEZE_PAUSES_S = (20.0, 40.0, 180.0)
+"""Pauses before libraries are frozen: a node imports modules until its first work, and for new kinds of it."""
 
 
 def trim_heap() -> None:
@@ -30,8 +30,6 @@ def freeze_libraries() -> None:
 
 async def freeze_after_start() -> None:
     """Call freeze_libraries() some times after the start of a program."""
-    waited_s = 0.0
-    for after_s in FREEZE_AFTER_S:
-        await asyncio.sleep(after_s - waited_s)
-        waited_s = after_s
+    for pause_s in FREEZE_PAUSES_S:
+        await asyncio.sleep(pause_s)
         freeze_libraries()

@@ -333,14 +333,10 @@ class PrefillAudit:
     def _build(self, state: State) -> Kept:
         whole = self._merged(state)
         size = state_bytes(whole)
-        full = size + sum(kept.size for kept in self._kept.values()) > self._keep_bytes
-        if (spare := self._refilled(whole, full=full)) is not None:
+        if (spare := self._refilled(whole, full=self._is_full(size))) is not None:
             return Kept(spare, SameState(state), size)
         # evicts before the new one is built: memory is short beside a trainer
-        while (
-            self._kept
-            and size + sum(cached.size for cached in self._kept.values()) > self._keep_bytes
-        ):
+        while self._kept and self._is_full(size):
             del self._kept[next(iter(self._kept))]
         terms = self._terms
         network = LanguageModel.build(
@@ -351,6 +347,10 @@ class PrefillAudit:
             quantization=terms.quantization,
         )
         return Kept(network, SameState(state), size)
+
+    def _is_full(self, size: int) -> bool:
+        """Return whether a network of `size` bytes has no room beside those that are kept."""
+        return size + sum(kept.size for kept in self._kept.values()) > self._keep_bytes
 
     def _refilled(self, state: State, *, full: bool) -> LanguageModel | None:
         """Write `state` into a kept network whose state is gone, or if `full` into the one used longest ago.
