@@ -136,7 +136,7 @@ class StageExtension(WorkerExtension):
 
     # -- steps, on every rank ----------------------------------------------------------------------
 
-    def primerl_forget(self, names: list[str]) -> None:
+    def primerl_drop(self, names: list[str]) -> None:
         """Drop all sequences, whose names are given."""
         self._primerl_release(names)
         with torch.inference_mode():
@@ -280,7 +280,7 @@ class StageSteps:
             self._joined = True
             names = [*self._sequences.names(), *self._ended]
             self._sequences.reset()
-            self._ranks.collective_rpc("primerl_forget", args=(names,))
+            self._ranks.collective_rpc("primerl_drop", args=(names,))
             self._ended.clear()
 
     def switch(self, version: int) -> None:
