@@ -52,6 +52,7 @@ from .prefill import PREFILL, PrefillRequest
 from .vllm_api import ApiServer
 from .vllm_arguments import (
     DRAFT_HEAD,
+    FLOAT32_DOTS,
     NOT_INSTALLED,
     ROUTES,
     ROUTES_AUDITED,
@@ -934,6 +935,8 @@ def prepare_library(
         os.environ[ROUTES] = ROUTES_RECORDED if proven else ROUTES_AUDITED
     if config.draft_head is not None:
         os.environ[DRAFT_HEAD] = "1"
+    if config.dtype == "float32" and not cpu:
+        os.environ.setdefault(FLOAT32_DOTS.name, FLOAT32_DOTS.value)
     load_library(invariant=config.batch_invariant, drafts=config.draft_tokens > 0)
     vllm = _library()
     if config.quantization == "fp8":

@@ -749,6 +749,16 @@ def has_linear_attention(shape: Mapping[str, Any]) -> bool:
     return "linear_attention" in (shape.get("layer_types") or ())
 
 
+FLOAT32_DOTS = Variable(
+    "TRITON_F32_DEFAULT",
+    "ieee",
+    "gpu",
+    "Triton multiplies float32 in TF32 unless told otherwise, and vLLM's attention in float32 is Triton's: "
+    "honest logprobs were 0.01 off, the built-in bound of float32",
+)
+"""Set for engines of dtype float32 only: in bfloat16 some layers are faster without it."""
+
+
 def set_environment(*, cpu: bool, invariant: bool = False, drafts: bool = False) -> None:
     """Set the variables of ENVIRONMENT that are not set yet.
 

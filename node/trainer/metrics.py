@@ -143,6 +143,10 @@ class RunMetrics:
             "time": round(time.time(), 3),
             "time/save_ckpt": round(self.saving_s, 4),
             "time/broadcast_weights": round(broadcasting_s, 4),
+            **{
+                f"time/broadcast_weights/{phase}": round(seconds, 4)
+                for phase, seconds in self._publisher.phases.items()
+            },
             "weights/delta_bytes": self._publisher.last_delta_bytes,
         }
         self.saving_s = 0.0

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from msgspec import structs
 
@@ -40,6 +40,7 @@ from ..weights.state import Changed, State, WeightsError
 from ..weights.state_history import StateHistory, state_bytes
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_THREADS = 16
 """More threads encode no faster: they wait for the one that cuts chunks."""
@@ -90,6 +91,8 @@ class Publisher:
         self.full_bytes = 0
         """Size of plain bf16 checkpoints in place of the deltas, in bytes."""
         self.last_delta_bytes = 0
+        self.phases: dict[str, float] = {}
+        """Seconds that each phase of the newest publication took; the first three run side by side."""
         self._snapshot: asyncio.Task[Artifact] | None = None
         """Snapshot that is encoded while later versions are published; one of them announces it."""
         self._closed = threading.Event()
@@ -175,10 +178,12 @@ class Publisher:
         Raises StorageError when the disk is full, and the errors of `before_announcing`.
         """
         state, changed = snapshot.state, snapshot.changed_since(self._policy.state)
+        encoding = asyncio.to_thread(self._encode, version, state, changed)
+        keeping = asyncio.to_thread(self.states.add, version, state, changed)
         policy, artifacts, _ = await asyncio.gather(
-            self._prove(version, state),
-            asyncio.to_thread(self._encode, version, state, changed),
-            asyncio.to_thread(self.states.add, version, state, changed),
+            self._timed("prove", self._prove(version, state)),
+            self._timed("encode", encoding),
+            self._timed("keep", keeping),
         )
         if self._snapshot is not None and self._snapshot.done():
             done, self._snapshot = self._snapshot, None
@@ -187,9 +192,10 @@ class Publisher:
             self._services.run_id, version, policy.digest, tensor_table(policy), tuple(artifacts)
         )
         document = check_sizes(encode(manifest), MAX_MANIFEST)
-        await asyncio.to_thread(self._store.put, document)
+        await self._timed("store", asyncio.to_thread(self._store.put, document))
         if before_announcing is not None:
-            await before_announcing()
+            await self._timed("durable", before_announcing())
+        began = time.monotonic()
         sealed, head = self._sign(policy, document)
         self._chain.add(manifest)
         self._policy = policy
@@ -199,10 +205,17 @@ class Publisher:
         await self._book.admit(HeadNotice(sealed, document))
         await self._retain()
         self._begin_snapshot()
+        self.phases["announce"] = time.monotonic() - began
         logger.info(
             "policy %d published: %s, %d B", version, short(policy.digest), self.last_delta_bytes
         )
         return head
+
+    async def _timed(self, phase: str, work: Awaitable[T]) -> T:
+        began = time.monotonic()
+        result = await work
+        self.phases[phase] = time.monotonic() - began
+        return result
 
     async def _rebuild(self, version: int) -> None:
         """Rebuild the versions before `version` from the store, for audits of their rollouts.

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer  # pyright: ignore
 
 from primerl.node.environments.tasksets import alphabet_sort
 
-TASKS = 4000
+TASKS = 8000
 POWER = 4
 """Default of the taskset's similarity_power."""
 

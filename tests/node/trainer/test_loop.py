@@ -116,6 +116,7 @@ class SlowPublisher:
         self.policies: list[object] = []
         self.may_end = asyncio.Semaphore(1000)
         self.last_delta_bytes = self.delta_bytes = self.full_bytes = 0
+        self.phases: dict[str, float] = {}
         self.states: dict[int, Any] = defaultdict(dict)
 
     async def publish(self, version: int, policy: object, **_: object) -> None:
