@@ -256,6 +256,7 @@ class TrainerRole:
         line: dict[str, float | None],
     ) -> None:
         """Publish a version, gossip it, begin its evaluation, write its metrics and rollouts."""
+        begin = time.monotonic()
         policy, step = await snapshot, trained.step
         began = time.monotonic()
         # written while the version is encoded; with a longer interval checkpoints take more time than that
@@ -265,7 +266,7 @@ class TrainerRole:
         await self.publisher.publish(step, policy, before_announcing=durable)
         await self._gossip()
         self._evaluation.begin(step, self.publisher.states[step])
-        self._metrics.write(step, line, time.monotonic() - began)
+        self._metrics.write(step, line, began - begin, time.monotonic() - began)
         head = self._services.heads.latest()
         self._kept.write(trained, head.sealed if head else b"")
 

@@ -126,6 +126,7 @@ class RunMetrics:
         times = {
             "time/audit": spent.get("audit", 0.0),
             "time/audit_loading": spent.get("audit loading", 0.0),
+            "time/wait_for_publish": spent.get("publish", 0.0),
             "time/verdict": median(progress.verdict_s or [0.0]),
             **{
                 f"time/{name}": seconds / max(1, verdicts)
@@ -136,13 +137,14 @@ class RunMetrics:
         progress.verdict_s.clear()
         return {name: round(seconds, 4) for name, seconds in times.items()}
 
-    def write(self, step: int, line: Line, broadcasting_s: float) -> None:
-        """Write the metrics of a step that took `broadcasting_s` to publish."""
+    def write(self, step: int, line: Line, snapshot_s: float, broadcasting_s: float) -> None:
+        """Write the metrics of a step whose snapshot was waited for, and which took so long to publish."""
         progress = self._progress
         published = {
             "time": round(time.time(), 3),
             "time/save_ckpt": round(self.saving_s, 4),
             "time/broadcast_weights": round(broadcasting_s, 4),
+            "time/broadcast_weights/snapshot": round(snapshot_s, 4),
             **{
                 f"time/broadcast_weights/{phase}": round(seconds, 4)
                 for phase, seconds in self._publisher.phases.items()

@@ -92,7 +92,7 @@ class Publisher:
         """Size of plain bf16 checkpoints in place of the deltas, in bytes."""
         self.last_delta_bytes = 0
         self.phases: dict[str, float] = {}
-        """Seconds that each phase of the newest publication took; the first three run side by side."""
+        """Seconds that each phase of the newest publication took; `prove` and `encode` run side by side."""
         self._snapshot: asyncio.Task[Artifact] | None = None
         """Snapshot that is encoded while later versions are published; one of them announces it."""
         self._closed = threading.Event()
@@ -179,11 +179,9 @@ class Publisher:
         """
         state, changed = snapshot.state, snapshot.changed_since(self._policy.state)
         encoding = asyncio.to_thread(self._encode, version, state, changed)
-        keeping = asyncio.to_thread(self.states.add, version, state, changed)
-        policy, artifacts, _ = await asyncio.gather(
-            self._timed("prove", self._prove(version, state)),
-            self._timed("encode", encoding),
-            self._timed("keep", keeping),
+        self.states.hold(version, state, changed)
+        policy, artifacts = await asyncio.gather(
+            self._timed("prove", self._prove(version, state)), self._timed("encode", encoding)
         )
         if self._snapshot is not None and self._snapshot.done():
             done, self._snapshot = self._snapshot, None
@@ -209,6 +207,7 @@ class Publisher:
         logger.info(
             "policy %d published: %s, %d B", version, short(policy.digest), self.last_delta_bytes
         )
+        await self._timed("compact", asyncio.to_thread(self.states.compact))
         return head
 
     async def _timed(self, phase: str, work: Awaitable[T]) -> T:

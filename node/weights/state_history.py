@@ -6,6 +6,7 @@ A step changes a few percent of the bf16 bits, so nine versions of a model take 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -212,19 +213,28 @@ class StateHistory(Mapping[int, HeldState]):
         It takes the place of the versions from it on: a trainer went back. Older ones that are not whole may
         be lost by that.
         """
+        self.hold(version, state, changed)
+        self.compact()
+
+    def hold(self, version: int, state: State, changed: Changed | None = None) -> None:
+        """Do the part of add() that takes no time: all may be read, and too much is held until compact()."""
         older = {number: state for number, state in self._held.items() if number < version}
         if len(older) < len(self._held):
             changed = None
         if not any(state.is_whole for state in older.values()):
             older = {}
-        added = HeldState(state, changed)
-        if older:
-            older[max(older)].precede(added)
-        states = {**older, version: added}
-        whole = [number for number in sorted(states) if states[number].is_whole]
+        self._held = {**older, version: HeldState(state, changed)}
+
+    def compact(self) -> None:
+        """Reduce older states to differences, and drop the oldest; one thread at a time."""
+        states = self._held
+        for before, after in pairwise(states):
+            if states[before].newer is not states[after]:
+                states[before].precede(states[after])
+        whole = [number for number in states if states[number].is_whole]
         for number in whole[: -self._most_whole]:
             states[number].shrink()
-        self._held = {number: states[number] for number in sorted(states)[-self._keep :]}
+        self._held = {number: states[number] for number in [*states][-self._keep :]}
 
     def __getitem__(self, version: int) -> HeldState:
         return self._held[version]
@@ -310,6 +320,7 @@ def _places(patch: Patch) -> Changed:
 def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
     """Make the difference from `newer` to `older`."""
     patch = Patch()
+    edited: dict[str, dict[str, NDArray[np.int64]]] = {}
     for name, tensor in older.items():
         if changed is not None and name not in changed:
             continue
@@ -319,29 +330,42 @@ def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
             if known is None
             else known
         )
-        width = np.uint32 if tensor.data.size <= 2**31 else np.uint64
-        size = 2 * tensor.data.itemsize + np.dtype(width).itemsize
+        size = 2 * tensor.data.itemsize + np.dtype(_width(tensor)).itemsize
         if positions.size * size >= tensor.data.nbytes:
             patch[name] = tensor
         elif positions.size:
-            newest = newer[name].data
-            patch[name] = Edit(positions.astype(width), tensor.data[positions], newest[positions])
-    return _joined(patch, older)
+            edited.setdefault(tensor.dtype, {})[name] = positions
+    is_whole = bool(patch)
+    for dtype, places in edited.items():
+        joined = _join(dtype, places, older, newer)
+        at = 0
+        for name, count in joined.counts.items():
+            part = slice(at, at := at + count)
+            patch[name] = Edit(joined.positions[part], joined.older[part], joined.newer[part])
+        if not is_whole and len(edited) == 1:
+            patch.joined = joined
+    return patch
 
 
-def _joined(patch: Patch, state: State) -> Patch:
-    """Join the differences, if every tensor has one and their dtypes are equal."""
-    edits = {name: entry for name, entry in patch.items() if isinstance(entry, Edit)}
-    dtypes = {state[name].dtype for name in edits}
-    if not edits or len(edits) < len(patch) or len(dtypes) > 1:
-        return patch
-    positions, older, newer = (
-        np.concatenate(arrays) for arrays in zip(*edits.values(), strict=True)
+def _width(tensor: Tensor) -> type[np.unsignedinteger]:
+    return np.uint32 if tensor.data.size <= 2**31 else np.uint64
+
+
+def _join(
+    dtype: str, places: Mapping[str, NDArray[np.int64]], older: State, newer: State
+) -> JoinedEdits:
+    """Read both versions at `places` of tensors of one dtype: in few calls, as each wants the interpreter."""
+    counts = {name: positions.size for name, positions in places.items()}
+    width = np.result_type(*(_width(older[name]) for name in places))
+    joined = JoinedEdits(
+        dtype,
+        counts,
+        np.concatenate([*places.values()], dtype=width, casting="unsafe"),
+        *(np.empty(sum(counts.values()), BITS[dtype]) for _ in range(2)),
     )
-    joined, at = Patch(), 0
-    for name, edit in edits.items():
-        part = slice(at, at := at + edit.positions.size)
-        joined[name] = Edit(positions[part], older[part], newer[part])
-    counts = {name: edit.positions.size for name, edit in edits.items()}
-    joined.joined = JoinedEdits(dtypes.pop(), counts, positions, older, newer)
+    at = 0
+    for name, positions in places.items():
+        part = slice(at, at := at + positions.size)
+        older[name].data.take(positions, out=joined.older[part], mode="clip")  # none is clipped
+        newer[name].data.take(positions, out=joined.newer[part], mode="clip")
     return joined
