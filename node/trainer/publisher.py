@@ -95,12 +95,15 @@ class Publisher:
         """Seconds that each phase of the newest publication took; `prove` and `encode` run side by side."""
         self._snapshot: asyncio.Task[Artifact] | None = None
         """Snapshot that is encoded while later versions are published; one of them announces it."""
+        self._compacting: asyncio.Future[None] | None = None
+        """Older states become differences beside the next step, not before a version is announced."""
         self._closed = threading.Event()
         self._collected = 0
         """Version at which the store was collected last."""
 
     async def close(self) -> None:
-        """Give up the snapshot that is being encoded."""
+        """Give up the snapshot that is being encoded; wait for other work."""
+        await self._compacted()
         given_up = self._snapshot is not None and not self._snapshot.done()
         self._closed.set()
         await self.wait_for_snapshot()
@@ -179,6 +182,7 @@ class Publisher:
         """
         state, changed = snapshot.state, snapshot.changed_since(self._policy.state)
         encoding = asyncio.to_thread(self._encode, version, state, changed)
+        await self._compacted()
         self.states.hold(version, state, changed)
         policy, artifacts = await asyncio.gather(
             self._timed("prove", self._prove(version, state)), self._timed("encode", encoding)
@@ -203,12 +207,19 @@ class Publisher:
         await self._book.admit(HeadNotice(sealed, document))
         await self._retain()
         self._begin_snapshot()
+        loop = asyncio.get_running_loop()
+        self._compacting = loop.run_in_executor(None, self.states.compact)
         self.phases["announce"] = time.monotonic() - began
         logger.info(
             "policy %d published: %s, %d B", version, short(policy.digest), self.last_delta_bytes
         )
-        await self._timed("compact", asyncio.to_thread(self.states.compact))
         return head
+
+    async def _compacted(self) -> None:
+        """Wait until the states before the newest version are differences."""
+        if self._compacting is not None:
+            compacting, self._compacting = self._compacting, None
+            await compacting
 
     async def _timed(self, phase: str, work: Awaitable[T]) -> T:
         began = time.monotonic()

@@ -154,6 +154,7 @@ async def test_only_the_newest_states_stay_in_memory(tmp_path: Path) -> None:
     kept = Kept(tmp_path, WeightsConfig())
     for version in range(5):
         await kept.publish(version, 0.1)
+    await kept.publisher.close()
     assert list(kept.publisher.states) == [3, 4]
     kept.ledger.close()
 
