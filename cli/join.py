@@ -56,7 +56,7 @@ def run(
         ),
     ] = None,
     role: Annotated[
-        str | None, typer.Option("--role", help="What to be: inference or validator.")
+        str | None, typer.Option("--role", help="What to be: inference, validator or standby.")
     ] = None,
     data_dir: Annotated[
         str | None,
@@ -98,7 +98,8 @@ def run(
 
     A machine that cannot hold the model holds some of its layers, together with others (--pp.mode on:
     always, off: never). A validator audits what other nodes sent in; the trainer's verification.validators
-    has to name it.
+    has to name it. A standby keeps a copy of the run on its disk, its key apart; the trainer's
+    checkpoint.standbys has to name it.
 
     \b
     Examples:
@@ -109,6 +110,7 @@ def run(
       primerl-node join --data-dir worker      again, for the run that admitted it
       primerl-node join --ticket T --engine vllm --pp.rank 0 --pp.world-size 2
       primerl-node join --ticket run.ticket --role validator --data-dir validator
+      primerl-node join --ticket run.ticket --role standby --data-dir standby
     """
     from ..node.config.run import JoinConfig
     from ..node.ops.monitors import check_monitors

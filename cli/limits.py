@@ -9,7 +9,7 @@ from ..node.ops.strict_json import to_json
 from .command import AsJson, DataDir, choose_node
 from .ticket import seconds
 
-WORKERS = ("inference", "validator")
+WORKERS = ("inference", "validator", "standby")
 """Roles that can be paused."""
 
 

@@ -14,7 +14,7 @@ from .version import MAX_ADDRESSES, MAX_CHUNK, MAX_MANIFEST, MAX_NAME
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Role = Literal["inference", "trainer", "validator", "server"]
+Role = Literal["inference", "trainer", "validator", "server", "standby"]
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Bound = Annotated[float, msgspec.Meta(gt=0, le=1e30)]

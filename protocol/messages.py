@@ -11,10 +11,18 @@ from ..crypto.hashing import NO_DIGEST, Digest
 from ..crypto.keys import NodeId
 from .audits import MAX_CHOSEN, MAX_REPORT, Place
 from .errors import Reason
-from .manifests import MAX_ENVIRONMENTS, Count, Name, Role, UnixSeconds, Version
+from .manifests import MAX_ENVIRONMENTS, ChunkRef, Count, Name, Role, UnixSeconds, Version
 from .numerics import MAX_CLASSES, NumericsClass
 from .pipelines import MAX_STAGES, StageOffer
-from .version import KIB, MAX_GOSSIP, MAX_LEASE, MAX_SUBMISSION, WIRE_VERSION, WireRange
+from .version import (
+    KIB,
+    MAX_GOSSIP,
+    MAX_LEASE,
+    MAX_NAME,
+    MAX_SUBMISSION,
+    WIRE_VERSION,
+    WireRange,
+)
 
 MAX_SEALED = 64 * 1024
 Sealed = Annotated[bytes, msgspec.Meta(max_length=MAX_SEALED)]
@@ -27,6 +35,8 @@ MAX_LEASES = 64
 MAX_HELD = 4096
 MAX_SHELF = 256
 """Policy versions that a validator may say it holds."""
+MAX_BACKUP_CHUNKS = 2**15
+"""Chunks of one file of a backup; a message holds about 20,000 in all."""
 MAX_PROBE = 512 * KIB
 """Bytes of a probe, one way."""
 MAX_WATCHED = 4096
@@ -252,6 +262,41 @@ class AuditDone(Message, frozen=True):
     report: Annotated[bytes, msgspec.Meta(max_length=MAX_REPORT)]
 
 
+class GetBackup(Message, frozen=True):
+    """A standby asks for the newest backup of the run, unless it is the one that it has."""
+
+    known: Digest
+    """Digest of that one, as encoded; zeros for none."""
+
+
+class BackupWait(Message, frozen=True):
+    """There is no newer backup yet."""
+
+    retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
+
+
+class BackupFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A file of a backup: the bytes of its chunks, one after the other."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+    """Below the run's directory; the receiver checks that a run has such a file."""
+    chunks: Annotated[tuple[ChunkRef, ...], msgspec.Meta(max_length=MAX_BACKUP_CHUNKS)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return sum(chunk.size for chunk in self.chunks)
+
+
+class Backup(Message, frozen=True):
+    """All that a trainer needs to go on after `step` on another disk, its key apart."""
+
+    step: Version
+    files: Annotated[tuple[BackupFile, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    chunks: Annotated[tuple[ChunkRef, ...], msgspec.Meta(max_length=MAX_BACKUP_CHUNKS)]
+    """Of published versions and of the model: they are in the trainer's store."""
+
+
 class OfferStage(Message, frozen=True):
     """I have memory for some layers; or, with a plan that I am in, I tell that it does not work."""
 
@@ -424,6 +469,7 @@ ControlRequest = (
     | OfferStage
     | GetBounds
     | RetireKey
+    | GetBackup
 )
 """Requests that may open a stream on ALPN_CONTROL."""
 PipelineRequest = OpenLine | PrepareVersion | Probe

@@ -204,6 +204,28 @@ FAULTS = (
         "self.new_bits = edits.newer",
         ("test_neighbours_of_a_history_are_handed_over_as_if_gathered",),
     ),
+    # -- standbys
+    Fault(
+        "a trainer that goes on from a copy stays in the epoch of the lost one",
+        "node/trainer/publisher.py",
+        "if copied:",
+        "if copied and self._epoch:",
+        ("test_a_run_whose_trainer_lost_its_disk_goes_on_from_the_copy_of_its_standby",),
+    ),
+    Fault(
+        "a standby writes whatever path the trainer states",
+        "node/standby/mirror.py",
+        "foreign = [file.path for file in files if not backed_up(file.path)]",
+        "foreign: list[str] = []",
+        ("test_a_trainer_cannot_write_other_files_to_a_standby",),
+    ),
+    Fault(
+        "anybody may copy the run",
+        "node/trainer/backups.py",
+        "if peer not in self._standbys:",
+        'if peer == b"":',
+        ("test_a_standby_with_the_newest_backup_waits_and_others_are_refused",),
+    ),
     # -- leases, audits, deltas
     Fault(
         "buffer refuses groups that were leased",
@@ -659,8 +681,8 @@ FAULTS = (
     Fault(
         "bound on the states kept for audits is dropped",
         "node/weights/state_history.py",
-        "self._held = {number: states[number] for number in sorted(states)[-self._keep :]}",
-        "self._held = {number: states[number] for number in sorted(states)}",
+        "self._held = {number: states[number] for number in [*states][-self._keep :]}",
+        "self._held = {number: states[number] for number in [*states]}",
         ("test_only_the_newest_states_stay_in_memory",),
     ),
     Fault(

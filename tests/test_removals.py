@@ -44,7 +44,14 @@ KNOWN = {
         1,
         "key.pem by the key that takes its place, once a trainer knows it: the old one is ended for ever",
     ),
-    ("node/app/startup.py", "unlink"): (1, "policy.safetensors, which it has just written"),
+    ("node/app/startup.py", "unlink"): (
+        2,
+        "policy.safetensors, which it has just written, and the mark of a copy that a run goes on from",
+    ),
+    ("node/trainer/backups.py", "copyfile"): (
+        2,
+        "into a folder of backups, which it has just made",
+    ),
     ("node/storage/rollouts.py", "unlink"): (1, "step_N.parquet that rollouts.keep says to drop"),
     ("node/training/checkpoint.py", "rename"): (2, "checkpoints that are set aside or put back"),
     ("node/training/checkpoint.py", "unlink"): (

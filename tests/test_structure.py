@@ -36,7 +36,7 @@ LAYERS: list[list[list[str]]] = [
     [["node.environments"], ["node.training"], ["node.pipeline"]],
     [["node.api"], ["node.sft"], ["node.verification"]],
     [["node.evaluation"]],
-    [["node.trainer"], ["node.worker"]],
+    [["node.trainer"], ["node.worker"], ["node.standby"]],
     [["node.validator"]],
     [["node.reports"]],
     [["node.app", "node.launch"]],
@@ -341,7 +341,7 @@ def test_these_do_not_import_each_other() -> None:
 
 
 def test_only_app_composes_roles() -> None:
-    roles = ("node.trainer", "node.worker", "node.validator")
+    roles = ("node.trainer", "node.worker", "node.validator", "node.standby")
     users = {name for name, target, _ in edges() if within(target, *roles)}
     assert [
         one for one in users if not within(one, *roles, "node.app", "node.reports.summary")

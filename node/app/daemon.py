@@ -101,7 +101,7 @@ async def join(
     ticket: Callable[[], Awaitable[str]] | None = None,
     source: ConfigSource | None = None,
 ) -> str:
-    """Run a worker or a validator until the run ends or it is stopped; returns why it left, if the run ended.
+    """Run a node that joins until the run ends or it is stopped; returns why it left, if the run ended.
 
     `ticket` waits for the ticket, where the config has none yet: what takes long to load is loaded meanwhile.
     `source` is where `config` is from. Raises NodeError, KeyFileError.
@@ -109,21 +109,23 @@ async def join(
     from ..inference.build import build_engine
     from ..inference.hosted import begun_ahead
     from .factories import sandboxed
+    from .standby import StandbyNode
     from .validator import ValidatorNode
     from .worker import WorkerNode
 
     check_monitors(config.monitors)
-    is_worker = config.role != "validator"
+    is_worker = config.role == "inference"
+    kinds = {"inference": WorkerNode, "validator": ValidatorNode, "standby": StandbyNode}
     data_dir = config.data_dir or home_directory() / ".primerl"
-    configure(config.log, data_dir / "logs" / f"{'worker' if is_worker else 'validator'}.jsonl")
+    configure(config.log, data_dir / "logs" / f"{'worker' if is_worker else config.role}.jsonl")
     share_python()
-    factories, kind = sandboxed(config), WorkerNode if is_worker else ValidatorNode
+    factories = sandboxed(config)
     early = begun_ahead(config.engine) if ticket and is_worker else nullcontext()
     async with early as ahead:
         factories = replace(factories, engine=partial(build_engine, hosted=True, ahead=ahead))
         if ticket is not None:
             config = config.model_copy(update={"ticket": await ticket()})
-        node = kind(config, load_key(data_dir), data_dir, factories)
+        node = kinds[config.role](config, load_key(data_dir), data_dir, factories)
         node.source = source
         await node.run()
     return node.farewell

@@ -251,7 +251,7 @@ def sandboxed(config: RunConfig | JoinConfig, *, judged: bool = False) -> Factor
 
     `judged`: their judges are asked, which only the trainer does. Raises UsageError, also for want of a key.
     """
-    if isinstance(config, JoinConfig) and config.role == "validator":
+    if isinstance(config, JoinConfig) and config.role != "inference":
         return Factories()  # plays nothing
     judges = None
     if judged and isinstance(config, RunConfig):

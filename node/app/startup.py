@@ -14,7 +14,7 @@ from ..evaluation.evaluator import EvalResult, EvalSampling, EvalTask, Evaluator
 from ..ops.metrics import PhaseClock
 from ..reports import summary
 from ..storage.ledger import Ledger
-from ..storage.run_files import CHECKPOINTS
+from ..storage.run_files import CHECKPOINTS, COPY_MARK, is_copy
 from ..tasks import end_tasks
 from ..trainer.loop import TrainerRole
 from ..trainer.state import current_epoch, fork, state_of
@@ -78,7 +78,10 @@ class Startup:
             step, parts = saved
             await asyncio.to_thread(role.resume_points.drop, step)
             await role.restore(step, parts)
-            await role.publisher.resume(step, await self._backend.snapshot())
+            copied = is_copy(self._config.run_dir)
+            await role.publisher.resume(step, await self._backend.snapshot(), copied=copied)
+            if copied:
+                (self._config.run_dir / COPY_MARK).unlink()
             role.submissions.resume(current_epoch(ledger, role.publisher.order, boot), step)
             logger.info("resumed at step %d", step)
             return step

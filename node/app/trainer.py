@@ -49,6 +49,7 @@ from ..storage.run_files import EVALUATIONS, ROLLOUTS, begun_on, weights_dir
 from ..tasks import end_tasks
 from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
+from ..trainer.backups import Backups
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher
 from ..trainer.kept_rollouts import RolloutKeeper
 from ..trainer.lease_book import LeaseBook, TaskQueue
@@ -631,7 +632,6 @@ class TrainerNode(IssuingNode):
             run.kept,
             curricula,
         )
-        handler = ControlHandler(scheduler, SubmissionReceiver(scheduler, submissions, boot))
         role = self.trainer_role = TrainerRole(
             config,
             scheduler,
@@ -642,6 +642,17 @@ class TrainerNode(IssuingNode):
             evaluation,
             Demonstrations(self._mixed, self._hints, self._teachers),
         )
+        backups = Backups(
+            config.run_dir,
+            self.data_dir,
+            checkpoints=role.checkpoints,
+            resume_points=role.resume_points,
+            ledger=services.ledger,
+            store=services.store,
+            standbys=read_nodes("checkpoint.standbys", config.checkpoint.standbys),
+        )
+        receiver = SubmissionReceiver(scheduler, submissions, boot)
+        handler = ControlHandler(scheduler, receiver, backups)
         startup = Startup(
             config, run.environments, self._backend, run.evaluator, self._clock, self._enter
         )

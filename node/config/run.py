@@ -58,6 +58,9 @@ class CheckpointConfig(BaseConfig):
     """Keep the first one, too: `primerl-node replay` recomputes a run from there."""
     weights_interval: Annotated[int, Field(ge=0)] = 0
     """Steps between exports of the weights to weights/step_N, for `eval` and others; 0: the last step only."""
+    standbys: list[str] = []
+    """Node ids (hex) that may copy all that this trainer's disk has of the run, its key apart (`join --role
+    standby`): if the disk is lost, a trainer goes on from the copy."""
 
 
 class ResumeConfig(BaseConfig):
@@ -615,8 +618,9 @@ class AllowedConfig(BaseConfig):
 class JoinConfig(NodeConfig):
     """`primerl-node join`."""
 
-    role: Literal["inference", "validator"] = "inference"
-    """`inference` generates rollouts; `validator` audits those of others."""
+    role: Literal["inference", "validator", "standby"] = "inference"
+    """`inference` generates rollouts; `validator` audits those of others; `standby` keeps a copy of the run,
+    from which a trainer can go on."""
     ticket: str = ""
     """The join ticket that the trainer printed, or a file or an https link that holds it."""
     limits: LimitsConfig = LimitsConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read

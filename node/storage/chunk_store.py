@@ -9,11 +9,11 @@ import errno
 import logging
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...crypto.hashing import DIGEST_BYTES, digest, short
 from ..errors import ADVICE, StorageError, file_error
@@ -127,6 +127,14 @@ def write_atomic(path: Path, parts: Iterable[bytes | memoryview], disk: Disk | N
         raise _storage_error(path, error) from error
 
 
+class FilePart(NamedTuple):
+    """Bytes of a file that may be served as a chunk."""
+
+    path: Path
+    offset: int
+    size: int
+
+
 class FileStore:
     """A Store of one file a blob, `ab/cd/abcd...`; one process at a time owns `directory`.
 
@@ -143,11 +151,16 @@ class FileStore:
         self._sizes: dict[bytes, int] | None = None
         self._reserved = 0
         self._made: set[Path] = set()
+        self._lent: Mapping[bytes, FilePart] = {}
+
+    def lend(self, parts: Mapping[bytes, FilePart]) -> None:
+        """Serve parts of other files by their digests, too, until the next call; they do not count as kept."""
+        self._lent = parts
 
     def put(self, data: bytes) -> bytes:
         """Keep `data`; on the disk when this returns."""
         name = digest(data)
-        if self.get(name) is not None:  # one that is damaged on the disk is written again
+        if self._own(name) is not None:  # one that is damaged on the disk is written again
             return name
         with self._lock:
             used = sum(self._index().values()) + self._reserved
@@ -168,8 +181,24 @@ class FileStore:
 
     def get(self, name: bytes) -> bytes | None:
         """Return the bytes of `name`, hashed just now."""
-        if not self.has(name):
+        data = self._own(name)
+        lent = None if data is not None else self._lent.get(name)
+        if lent is None:
+            return data
+        try:
+            with lent.path.open("rb") as file:
+                file.seek(lent.offset)
+                data = file.read(lent.size)
+        except OSError as error:
+            logger.debug("part of %s is gone: %s", lent.path, error)
             return None
+        return data if digest(data) == name else None
+
+    def _own(self, name: bytes) -> bytes | None:
+        """Return the bytes of `name`, if they are kept here."""
+        with self._lock:
+            if name not in self._index():
+                return None
         path = self._path(name)
         try:
             data = path.read_bytes()
@@ -190,7 +219,9 @@ class FileStore:
     def size(self, name: bytes) -> int | None:
         """Return the size of `name`."""
         with self._lock:
-            return self._index().get(name)
+            size = self._index().get(name)
+        lent = self._lent.get(name)
+        return lent.size if size is None and lent is not None else size
 
     def delete(self, name: bytes) -> None:
         """Drop `name`."""

@@ -15,7 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ParamSpec, TypeVar
@@ -220,6 +220,18 @@ class Ledger:
     def connect(self) -> sqlite3.Connection:
         """Open a connection to the file, for any thread; a statement outside a transaction commits at once."""
         return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=2)
+
+    def copy_to(self, path: Path) -> None:
+        """Write all that is committed by now into a new database at `path`. Takes as long as reading it all.
+
+        Raises StorageError.
+        """
+        try:
+            with closing(self.connect()) as source, closing(sqlite3.connect(path)) as target:
+                source.backup(target)
+                target.execute("PRAGMA journal_mode=DELETE")  # one file, without a log beside it
+        except sqlite3.Error as error:
+            raise StorageError(f"{self.path} cannot be copied to {path}: {error}") from error
 
     def close(self) -> None:
         """Close the file when its thread has finished its current work; closing twice is fine."""

@@ -37,6 +37,8 @@ CONFIG = "config.json"
 MARK = ".primerl-run"
 """File that a run writes into its directory before anything else."""
 MARK_TEXT = "primerl-node wrote the files of a run here; --clean removes those, and nothing else.\n"
+COPY_MARK = ".primerl-copy"
+"""File in a standby's copy of a run: its trainer may have published versions since, which nobody here knows."""
 BEGUN = re.compile(r"begun (\d{4}-\d\d-\d\d)")
 CONTROL_SOCKET = "control.sock"
 IN_CONFIG = {"name", "output_dir", "seed"}
@@ -63,6 +65,10 @@ _DATABASE = r"(-wal|-shm|-journal)?"
 _WANDB = r"wandb/.+"
 _CHUNKS = r"chunks/([0-9a-f]{2}/[0-9a-f]{2}/([0-9a-f]{64}|\.tmp-[0-9a-f]{16})|\.tmp-[0-9a-f]{16})"
 _LEDGER = rf"ledger\.(db{_DATABASE}|lock)"
+_BACKUP = (
+    r"\.primerl-(run|copy)|config\.json|metrics\.jsonl|evaluations\.jsonl|trainer/ledger\.db"
+    rf"|model/{_MODEL}|checkpoints/(step_\d+/{_CHECKPOINT}|step_\d+\.resume)|trainer/{_CHUNKS}"
+)
 _NODE = "|".join(
     (
         r"key\.pem|control\.sock|stage\.sock|\.?(allowed_environments|last_status|limits)\.json(\.partial)?",
@@ -73,14 +79,14 @@ _NODE = "|".join(
 _RUN = "|".join(
     (
         r"\.?(config\.json|ticket\.txt|metrics\.jsonl|summary\.json|evaluations\.jsonl)(\.partial)?",
-        rf"reward\.png|\.reward\.png\.tmp|judge\.db{_DATABASE}|{_LOG}|{_WANDB}",
+        rf"\.primerl-copy|reward\.png|\.reward\.png\.tmp|judge\.db{_DATABASE}|{_LOG}|{_WANDB}",
         rf"checkpoints/(void_\d+/)?{_STEP}/{_CHECKPOINT}",
         r"checkpoints/(\.?step_\d+\.resume(\.partial)?|policy\.safetensors)",
         rf"weights/{_STEP}/(merged(\.partial)?/)?{_MODEL}",
         rf"model/\.?{_MODEL}(\.partial)?",
         r"rollouts/(step_\d{6,}\.parquet|\.step_\d{6,}\.parquet\.partial)",
         r"data/.+",
-        rf"(trainer|worker_\d+)/({_NODE})",
+        rf"(trainer|worker_\d+)/({_NODE})|trainer/backup/\d+/({_BACKUP})",
     )
 )
 _WRITTEN = re.compile(_RUN)
@@ -105,6 +111,23 @@ def written_by_run(path: str) -> bool:
     if path.endswith("/"):
         return _is_folder(path.partition("/")[0])
     return _WRITTEN.fullmatch(path) is not None
+
+
+_BACKED_UP = re.compile(_BACKUP)
+
+
+def is_copy(run_dir: Path) -> bool:
+    """Return whether `run_dir` is a standby's copy of a run that has not gone on from it yet."""
+    return (run_dir / COPY_MARK).exists()
+
+
+def backed_up(path: str) -> bool:
+    """Return whether a standby copies this file of a run, a path below its directory; of a folder: "/" at its
+    end.
+    """
+    if path.endswith("/"):
+        return _is_folder(path.partition("/")[0])
+    return _BACKED_UP.fullmatch(path) is not None
 
 
 def written_to_checkpoint(path: str) -> bool:

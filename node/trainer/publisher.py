@@ -128,17 +128,21 @@ class Publisher:
         """(epoch, version) of the newest published head; the version is -1 before the first."""
         return (self._epoch, self._policy.version)
 
-    async def resume(self, version: int, snapshot: Snapshot) -> None:
+    async def resume(self, version: int, snapshot: Snapshot, *, copied: bool = False) -> None:
         """Continue from a checkpoint: in the same epoch if the last head matches, else in a new one.
 
-        The last head matches if it is of this state, or of the version before.
+        The last head matches if it is of this state, or of the version before. None does where ledger and
+        checkpoint are `copied` from another disk: later heads may have been signed there.
         """
         policy = await self._prove(version, snapshot.state)
         newest = self._book.latest()
         self._epoch = newest.head.term if newest else 0
         self._read_chain()
         await self._rebuild(version)
-        if newest is None or newest.head.version < version:
+        if copied:
+            self._begin_epoch(version)
+            await self.publish(version, snapshot)
+        elif newest is None or newest.head.version < version:
             previous = self._chain.get(version - 1)
             if newest is not None and (previous is None or newest.head.version != version - 1):
                 self._begin_epoch(version)

@@ -1,15 +1,19 @@
-"""Handler of the control requests of workers, validators and stages."""
+"""Handler of the control requests of workers, validators, stages and standbys."""
 
 import asyncio
 import time
 
+from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import (
     MAX_LEASES,
     MAX_SEALED,
     Accepted,
     AuditDone,
     AuditRequest,
+    Backup,
+    BackupWait,
     ControlRequest,
+    GetBackup,
     GetBounds,
     GetHeads,
     GetVerdicts,
@@ -25,6 +29,7 @@ from ...protocol.messages import (
 )
 from ..p2p.rpc import receive, send
 from ..p2p.transport import Stream
+from .backups import Backups
 from .scheduler import VERDICT_BYTES, LeaseScheduler
 from .submissions import SubmissionReceiver
 
@@ -34,11 +39,17 @@ REQUEST_TIMEOUT_S = 15.0
 class ControlHandler:
     """Reads one control request from a stream and passes it to the part that answers it."""
 
-    def __init__(self, scheduler: LeaseScheduler, submissions: SubmissionReceiver) -> None:
+    def __init__(
+        self,
+        scheduler: LeaseScheduler,
+        submissions: SubmissionReceiver,
+        backups: Backups | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._registry = scheduler.registry
         self._services = scheduler.registry.services
         self._submissions = submissions
+        self._backups = backups
         self._reach = submissions.progress.clock.reach
 
     async def handle(self, peer: bytes, stream: Stream) -> None:
@@ -84,6 +95,9 @@ class ControlHandler:
                 worker.left, worker.failure = False, ""
                 reply = registry.pipelines.offered(peer, request)
                 await self._scheduler.take_back_from_stage(peer)
+            case GetBackup():
+                registry.get(peer)
+                reply = await self._backup(peer, request)
             case RetireKey():
                 await registry.retire(request.retirement)
                 await self._scheduler.work_changed()
@@ -101,6 +115,11 @@ class ControlHandler:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             await send(stream, reply)
             await stream.finish()
+
+    async def _backup(self, peer: bytes, request: GetBackup) -> Backup | BackupWait:
+        if self._backups is None:
+            raise RemoteProtocolError(Reason.NOT_ADMITTED, "there is nothing to back up here")
+        return await self._backups.answer(peer, request)
 
     def _verdicts(self, peer: bytes, after: int) -> Verdicts:
         """Return a node's verdicts after a number, at most one reply's worth."""

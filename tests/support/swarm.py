@@ -25,6 +25,7 @@ from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
 from primerl.node.app.factories import Factories, MakeLedger, NodeTimeouts
+from primerl.node.app.standby import StandbyNode
 from primerl.node.app.trainer import Farewell, TrainerNode
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import (
@@ -289,6 +290,12 @@ class Swarm:
             for point in self.run_dir.glob("checkpoints/*.resume"):
                 point.unlink()
 
+    async def lose_disk(self) -> None:
+        """Kill the trainer, and remove all that it wrote."""
+        self.network.drop(self.trainer.node_id)
+        await self._end(self.trainer)
+        shutil.rmtree(self.run_dir)
+
     async def wait_step(self, step: int, timeout: float = 100.0) -> None:
         """Wait until version `step` is published; raise the trainer's error if it ends before."""
         async with asyncio.timeout(timeout):
@@ -353,6 +360,24 @@ class Swarm:
         worker.task = asyncio.create_task(node.run())
         self.workers[name] = worker
         return worker
+
+    def add_standby(self) -> tuple[StandbyNode, Running]:
+        """Start a standby."""
+        running = Running(key_of("standby"), self.directory / "standby")
+        config = JoinConfig.model_validate(
+            {
+                "role": "standby",
+                "ticket": self.ticket,
+                "network": CONFIG["network"],
+                "fsync": False,
+                "wait": True,
+            }
+        )
+        node = StandbyNode(config, running.key, running.data_dir, self._factories(running))
+        running.stop = node.request_stop
+        running.task = asyncio.create_task(node.run())
+        self.workers["standby"] = running
+        return node, running
 
     async def until_row(
         self, worker: Running, holds: Callable[[dict[str, Any]], bool], timeout: float

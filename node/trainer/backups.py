@@ -1,0 +1,212 @@
+"""Backups of a running run, for standbys on other machines: what `--resume` reads, without the trainer's key.
+
+Invariants: a backup is what a kill at one moment could have left: the ledger is copied after checkpoint and
+resume points were linked, never before. Nodes that `checkpoint.standbys` does not name learn of no backup, and
+names of its chunks cannot be guessed. What a standby may still be fetching stays on the disk: the last backup
+and the one before it.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ...crypto.hashing import digest
+from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.manifests import ChunkRef
+from ...protocol.messages import Backup, BackupFile, BackupWait, GetBackup
+from ...protocol.version import MAX_CHUNK, MAX_MESSAGE, MIB
+from ..errors import StorageError
+from ..removal import remove_made
+from ..storage.chunk_store import FilePart, FileStore
+from ..storage.ledger import Ledger
+from ..storage.run_files import CHECKPOINTS, CONFIG, EVALUATIONS, MARK, METRICS, backed_up
+from ..training.checkpoint import Checkpoints
+from ..training.resume_points import ResumePoints
+
+logger = logging.getLogger(__name__)
+
+LEAST_AGE_S = 5.0
+"""Least age of a backup when the next one is made."""
+RETRY_MS = 2_000
+"""When a standby that has the newest backup asks again."""
+SMALL_CHUNK, LARGE_CHUNK = MIB // 4, MAX_CHUNK
+"""Bytes of the chunks of the ledger, of which little changes, and of other files."""
+STAGED = "backup"
+"""Folder in the trainer's data directory with the files of the last two backups: links, where possible."""
+ATTEMPTS = 3
+"""Tries to link a checkpoint, while older ones are removed."""
+
+
+class Backups:
+    """Makes a backup when a standby asks and the last one is old; hands it out."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        data_dir: Path,
+        *,
+        checkpoints: Checkpoints,
+        resume_points: ResumePoints,
+        ledger: Ledger,
+        store: FileStore,
+        standbys: Iterable[bytes],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`data_dir` is the trainer's, with ledger and chunks."""
+        self._run_dir = run_dir
+        self._staged = data_dir / STAGED
+        self._ledger = ledger
+        self._store = store
+        self._standbys = frozenset(standbys)
+        self._clock = clock
+        self._checkpoints = checkpoints
+        self._resume_points = resume_points
+        self._lock = asyncio.Lock()
+        self._made_at = float("-inf")
+        self._newest: Backup | None = None
+        self._parts: list[dict[bytes, FilePart]] = []
+        """Chunks of the last two backups."""
+        self._hashed: dict[tuple[int, int, int], tuple[ChunkRef, ...]] = {}
+        """Chunks of files that are never changed, by inode, size and time."""
+        self._number = 0
+
+    async def answer(self, peer: bytes, request: GetBackup) -> Backup | BackupWait:
+        """Return the newest backup, or how long to wait for another one than `request.known`.
+
+        Raises RemoteProtocolError (NOT_ADMITTED), StorageError.
+        """
+        if peer not in self._standbys:
+            raise RemoteProtocolError(
+                Reason.NOT_ADMITTED,
+                "no standby of this run: ask its operator to add your id to checkpoint.standbys",
+            )
+        async with self._lock:
+            if self._clock() - self._made_at >= LEAST_AGE_S:
+                made = await asyncio.to_thread(self._make)
+                self._made_at = self._clock()
+                self._newest = made or self._newest
+        if self._newest is None or digest(msgspec.msgpack.encode(self._newest)) == request.known:
+            return BackupWait(RETRY_MS)
+        return self._newest
+
+    def _make(self) -> Backup | None:
+        """Make a backup; None before the first checkpoint."""
+        began = time.monotonic()
+        self._number += 1
+        directory = self._staged / str(self._number)
+        remove_made(directory, backed_up)
+        try:
+            step = self._stage(directory)
+            if step is None:
+                return None
+            parts: dict[bytes, FilePart] = {}
+            files = tuple(self._files(directory, parts))
+        except OSError as error:
+            raise StorageError(f"no backup can be made in {directory}: {error}") from error
+        chunks = tuple(
+            ChunkRef(name, size)
+            for name in sorted(self._store.names())
+            if (size := self._store.size(name))
+        )
+        backup = Backup(step, files, chunks)
+        if len(msgspec.msgpack.encode(backup)) > MAX_MESSAGE:
+            raise StorageError(
+                "the run has too many files for a backup: lower weights.max_disk_gib"
+            )
+        self._parts = [*self._parts[-1:], parts]
+        self._store.lend({name: part for parts in self._parts for name, part in parts.items()})
+        self._drop_older()
+        logger.debug("backup of step %d in %.2f s", step, time.monotonic() - began)
+        return backup
+
+    def _stage(self, directory: Path) -> int | None:
+        """Link or copy the files into `directory`; return the step after which they go on."""
+        step = self._stage_checkpoint(directory)
+        if step is None:
+            return None
+        folder = directory / CHECKPOINTS
+        for later in self._resume_points.steps():
+            if later > step:
+                with suppress(FileNotFoundError):  # a newer one has taken its place
+                    name = f"step_{later}.resume"
+                    _link(self._run_dir / CHECKPOINTS / name, folder / name)
+                    step = max(step, later)
+        (directory / "trainer").mkdir()
+        self._ledger.copy_to(directory / "trainer/ledger.db")
+        for name in (MARK, CONFIG, METRICS, EVALUATIONS):
+            with suppress(FileNotFoundError):
+                shutil.copyfile(self._run_dir / name, directory / name)
+        for path in self._run_dir.glob("model/*"):
+            if path.is_file():
+                _link(path, directory / "model" / path.name)
+        return step
+
+    def _stage_checkpoint(self, directory: Path) -> int | None:
+        for attempt in range(ATTEMPTS):
+            step = self._checkpoints.latest()
+            if step is None:
+                return None
+            source = self._checkpoints.path(step)
+            try:
+                for path in sorted(source.rglob("*")):
+                    if path.is_file():
+                        place = path.relative_to(self._run_dir)
+                        _link(path, directory / place)
+            except FileNotFoundError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                remove_made(directory, backed_up)
+            else:
+                return step
+        return None
+
+    def _files(self, directory: Path, parts: dict[bytes, FilePart]) -> Iterator[BackupFile]:
+        """Cut the staged files into chunks, which are added to `parts`."""
+        hashed = self._hashed
+        self._hashed = {}
+        for path in sorted(directory.rglob("*")):
+            if not path.is_file():
+                continue
+            name = path.relative_to(directory).as_posix()
+            if not backed_up(name):
+                continue  # of somebody else
+            status = path.stat()
+            key = (status.st_ino, status.st_size, status.st_mtime_ns)
+            size = SMALL_CHUNK if name.endswith(".db") else LARGE_CHUNK
+            chunks = hashed.get(key) if status.st_nlink > 1 else None
+            chunks = self._hashed[key] = chunks or tuple(_cut(path, size))
+            offset = 0
+            for chunk in chunks:
+                parts[chunk.digest] = FilePart(path, offset, chunk.size)
+                offset += chunk.size
+            yield BackupFile(name, chunks)
+
+    def _drop_older(self) -> None:
+        kept = {str(self._number), str(self._number - 1)}
+        for path in self._staged.iterdir():
+            if path.name not in kept and path.is_dir():
+                remove_made(path, backed_up)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file that is never changed a second name; copy it where the disk has no such links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _cut(path: Path, size: int) -> Iterator[ChunkRef]:
+    with path.open("rb") as file:
+        while piece := file.read(size):
+            yield ChunkRef(digest(piece), len(piece))
