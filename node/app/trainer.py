@@ -650,6 +650,7 @@ class TrainerNode(IssuingNode):
             ledger=services.ledger,
             store=services.store,
             standbys=read_nodes("checkpoint.standbys", config.checkpoint.standbys),
+            announced=lambda: services.heads.order()[1],
         )
         receiver = SubmissionReceiver(scheduler, submissions, boot)
         handler = ControlHandler(scheduler, receiver, backups)

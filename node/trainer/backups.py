@@ -57,14 +57,16 @@ class Backups:
         ledger: Ledger,
         store: FileStore,
         standbys: Iterable[bytes],
+        announced: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`data_dir` is the trainer's, with ledger and chunks."""
+        """`data_dir` is the trainer's, with ledger and chunks; `announced` returns the newest version."""
         self._run_dir = run_dir
         self._staged = data_dir / STAGED
         self._ledger = ledger
         self._store = store
         self._standbys = frozenset(standbys)
+        self._announced = announced
         self._clock = clock
         self._checkpoints = checkpoints
         self._resume_points = resume_points
@@ -89,21 +91,21 @@ class Backups:
             )
         async with self._lock:
             if self._clock() - self._made_at >= LEAST_AGE_S:
-                made = await asyncio.to_thread(self._make)
+                made = await asyncio.to_thread(self._make, self._announced())
                 self._made_at = self._clock()
                 self._newest = made or self._newest
         if self._newest is None or digest(msgspec.msgpack.encode(self._newest)) == request.known:
             return BackupWait(RETRY_MS)
         return self._newest
 
-    def _make(self) -> Backup | None:
-        """Make a backup; None before the first checkpoint."""
+    def _make(self, announced: int) -> Backup | None:
+        """Make a backup, with `announced` in the ledger; None before the first checkpoint."""
         began = time.monotonic()
         self._number += 1
         directory = self._staged / str(self._number)
         remove_made(directory, backed_up)
         try:
-            step = self._stage(directory)
+            step = self._stage(directory, announced)
             if step is None:
                 return None
             parts: dict[bytes, FilePart] = {}
@@ -126,7 +128,7 @@ class Backups:
         logger.debug("backup of step %d in %.2f s", step, time.monotonic() - began)
         return backup
 
-    def _stage(self, directory: Path) -> int | None:
+    def _stage(self, directory: Path, announced: int) -> int | None:
         """Link or copy the files into `directory`; return the step after which they go on."""
         step = self._stage_checkpoint(directory)
         if step is None:
@@ -137,7 +139,8 @@ class Backups:
                 with suppress(FileNotFoundError):  # a newer one has taken its place
                     name = f"step_{later}.resume"
                     _link(self._run_dir / CHECKPOINTS / name, folder / name)
-                    step = max(step, later)
+                    # a resume goes on after a point only if its version was announced
+                    step = max(step, later if later <= announced else 0)
         (directory / "trainer").mkdir()
         self._ledger.copy_to(directory / "trainer/ledger.db")
         for name in (MARK, CONFIG, METRICS, EVALUATIONS):

@@ -30,6 +30,7 @@ class Run:
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
+        self.announced = 5
         self.run_dir = directory / "run"
         data_dir = self.run_dir / "trainer"
         self.ledger = Ledger(data_dir / "ledger.db", fsync=False)
@@ -49,6 +50,7 @@ class Run:
             ledger=self.ledger,
             store=self.store,
             standbys=[STANDBY],
+            announced=lambda: self.announced,
             clock=lambda: self.now,
         )
         self.own = FileStore(directory / "standby/chunks", max_bytes=1 << 30, fsync=False)
@@ -120,6 +122,14 @@ async def test_a_copy_has_what_a_resume_reads_and_not_the_key(run: Run) -> None:
     assert (copy / COPY_MARK).exists()
     assert not list(copy.rglob("key.pem"))
     assert run.own.names() == set()
+
+
+async def test_the_step_of_a_backup_is_one_whose_version_was_announced(run: Run) -> None:
+    await run.checkpoint(3)
+    for step in (5, 6):
+        run.resume_points.begin(step, {"buffer": b"five"})
+        await run.resume_points.finish()
+    assert (await run.newest()).step == 5
 
 
 async def test_what_did_not_change_is_not_fetched_again(run: Run) -> None:
