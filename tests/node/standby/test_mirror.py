@@ -187,6 +187,15 @@ async def test_a_standby_with_the_newest_backup_waits_and_others_are_refused(run
     assert run.mirror.known == Mirror(run.mirror.directory, fsync=False).known
 
 
+async def test_a_chunk_that_is_lent_is_kept_all_the_same_where_it_is_put(run: Run) -> None:
+    await run.checkpoint(3)
+    file = next(file for file in (await run.newest()).files if file.path == "config.json")
+    name = run.store.put(b"{}")
+    assert name == file.chunks[0].digest
+    run.store.lend({})
+    assert run.store.get(name) == b"{}"
+
+
 async def test_a_failed_fetch_leaves_the_copy_as_it_was(run: Run) -> None:
     await run.checkpoint(3)
     await run.bring(await run.newest())
