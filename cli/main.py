@@ -168,6 +168,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
     protect_node()
+    os.environ.setdefault(
+        "PYDANTIC_DISABLE_PLUGINS", "__all__"
+    )  # to look for some reads all packages
     if "PRIMERL_PARENT_PID" in os.environ:
         from ..node.process.spawn import leave_with_parent
 

@@ -1,16 +1,17 @@
 """Node identity: one Ed25519 key signs, names the node, and is its iroh and libp2p identity.
 
-A SecretKey never appears in a repr, a log line or a message.
+A SecretKey never appears in a repr, a log line or a message. `cryptography` loads with the first
+key: most child processes have none.
 """
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 NODE_ID_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -31,18 +32,22 @@ class KeyFileError(Exception):
 class SecretKey:
     """An Ed25519 private key."""
 
-    def __init__(self, key: Ed25519PrivateKey) -> None:
+    def __init__(self, key: "Ed25519PrivateKey") -> None:
         self._key = key
         self.node_id: bytes = key.public_key().public_bytes_raw()
 
     @classmethod
     def generate(cls) -> "SecretKey":
         """A fresh key from the operating system's randomness."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def from_seed(cls, seed: bytes) -> "SecretKey":
         """The key of a 32-byte seed."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     def seed(self) -> bytes:
@@ -63,6 +68,8 @@ class SecretKey:
             FileExistsError: something is there.
             KeyFileError: it cannot be written.
         """
+        from cryptography.hazmat.primitives import serialization
+
         encryption: serialization.KeySerializationEncryption = serialization.NoEncryption()
         if passphrase:
             encryption = serialization.BestAvailableEncryption(passphrase.encode())
@@ -97,6 +104,10 @@ class SecretKey:
         Raises:
             KeyFileError: absent, readable by other users, malformed, or a wrong passphrase.
         """
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
         try:
             if path.is_dir():
                 raise KeyFileError(f"{path} is a directory: move it away")
@@ -135,6 +146,9 @@ def peer_id_text(node_id: bytes) -> str:
 
 def verify(node_id: bytes, signature: bytes, message: bytes) -> bool:
     """Whether `signature` is `node_id`'s over exactly `message`."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
     try:
         Ed25519PublicKey.from_public_bytes(node_id).verify(signature, message)
     except (InvalidSignature, ValueError):

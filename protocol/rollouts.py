@@ -6,6 +6,7 @@ A submission is one sealed bundle of the groups of one lease. Rewards in it are 
 import math
 import sys
 from array import array
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -279,3 +280,17 @@ def _fill(values: A, data: bytes) -> A:
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+def cut_support(data: bytes, tokens: int, first: int) -> bytes:
+    """Return the supports of the `first` of so many tokens, as BranchRecord.support; nothing of nothing."""
+    others = sum(count for count in data[:first] if count < MAX_SUPPORT)
+    return data[:first] + data[tokens : tokens + 4 * others]
+
+
+def join_support(parts: Sequence[tuple[bytes, int]]) -> bytes:
+    """Join the supports of several replies, (supports, tokens) each; empty if a reply has none."""
+    if not all(data for data, _ in parts):
+        return b""
+    heads = (data[:tokens] for data, tokens in parts)
+    return b"".join((*heads, *(data[tokens:] for data, tokens in parts)))

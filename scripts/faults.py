@@ -2219,7 +2219,7 @@ FAULTS = (
     Fault(
         "--clean removes files that no run writes",
         "node/storage/run_files.py",
-        "return _WRITTEN.fullmatch(path) is not None",
+        "return re.fullmatch(_RUN, path) is not None",
         "return True",
         ("test_clean_takes_what_a_run_writes_and_names_what_it_leaves",),
     ),

@@ -9,10 +9,12 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis import strategies
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """Tests start many processes: what they import is compiled once."""
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # as the program does
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and tables keep to it
 
 hypothesis.settings.register_profile("suite", deadline=None)  # no test asserts a speed
@@ -59,12 +61,27 @@ LONGEST = (
 """Files that take longest: those that compute and those that wait in turn."""
 
 TOGETHER = (
-    "tests/node/environments/",
-    "tests/node/api/test_clients.py",
-    "tests/attacks/test_forged_tools.py",
-    "tests/conformance/test_environment.py",
+    (
+        "tests/node/environments/",
+        "tests/node/sft/",
+        "tests/node/api/test_clients.py",
+        "tests/attacks/test_forged_tools.py",
+        "tests/conformance/test_environment.py",
+    ),
+    (
+        "tests/node/p2p/test_libp2p",
+        "tests/conformance/test_chunk_source.py",
+        "tests/conformance/test_discovery.py",
+        "tests/conformance/test_transport",
+    ),
 )
-"""Files that load `verifiers` into the process of the tests, which takes seconds: one worker runs them all."""
+"""Files that load `verifiers`, renderers and datasets, or libp2p, which takes seconds: one worker runs each."""
+
+
+@pytest.fixture
+def small_heap() -> None:
+    """Have gc.collect() look at what a test makes alone: all that is there takes it two seconds."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -77,7 +94,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
     class FileScheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return TOGETHER[0] if file.startswith(TOGETHER) else file
+            return next((files[0] for files in TOGETHER if file.startswith(files)), file)
 
     return FileScheduling(config, log)
 
@@ -88,9 +105,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.loadscopereorder = False
 
 
+@hypothesis.settings(max_examples=1, database=None)
+@hypothesis.given(strategies.none())
+def draw_nothing(_: None) -> None:
+    """Have hypothesis register its generator of random numbers."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Do not look for garbage among modules and tests, which all stay: that took half of the collection."""
+    draw_nothing()  # the first test of hypothesis looks at all objects: now there are few
     gc.disable()
     try:
         return (yield)

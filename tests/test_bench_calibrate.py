@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.engine_cases import make_qwen3
+from support.noise_cases import noise, rollout
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import RunConfig
@@ -23,7 +23,7 @@ from primerl.node.verification.bounds import at_least, bands, proof_contract
 from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.node.weights.state import State, Tensor
 from primerl.protocol.manifests import RunManifest
-from primerl.protocol.rollouts import MEASURES, Evidence
+from primerl.protocol.rollouts import MEASURES
 from primerl.scripts.bench.calibrate import (
     CalibrationReport,
     CalibrationRequest,
@@ -252,20 +252,6 @@ def test_entropy_is_that_of_an_even_distribution() -> None:
 # -- figures ----------------------------------------------------------------------------------------
 
 CONTRACT = proof_contract(RunConfig())
-
-
-def rollout(number: int, **measures: float) -> Evidence:
-    values: dict[str, Any] = dict.fromkeys(MEASURES, 0.0) | measures
-    return Evidence(group=0, rollout=number, tokens=64, **values)
-
-
-def noise(count: int, seed: int, scale: float = 0.01) -> list[Evidence]:
-    """Rollouts whose measures are independent and exponential."""
-    drawn = np.random.default_rng(seed).exponential(scale, (count, len(MEASURES)))
-    return [
-        rollout(number, **dict(zip(MEASURES, map(float, row), strict=True)))
-        for number, row in enumerate(drawn)
-    ]
 
 
 def test_quantiles_ascend_to_the_largest() -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
-from support.repository import ROOT, walk
+from support.repository import ROOT, dotted, walk
 
 METHODS = {"rmtree", "rmdir", "unlink", "removedirs", "rename", "renames"}
 """Found as names of attributes, called or not: shutil.rmtree may be handed to a thread."""
@@ -110,12 +110,6 @@ KNOWN = {
 SHELL = re.compile(
     r"(^|[;&|({]|\bthen|\bdo)\s*(sudo\s+)?(rm|rmdir|mv|unlink|rsync|shred|truncate)\s", re.M
 )
-
-
-def dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def removals(tree: ast.AST) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from support.repository import ROOT, walk
+from support.repository import ROOT, dotted, walk
 
 from primerl.scripts.faults import FAULTS, find
 
@@ -234,13 +234,6 @@ class Source:
                 yield from self._find(child, lazy=lazy or inside, checking=checking)
 
 
-def dotted(node: ast.expr) -> str:
-    """`a.b` of such an expression; only the end of one whose start is no name: ast.unparse() takes seconds."""
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
 ALL = [Source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in walk(".py")]
 SHIPPED = [one for one in ALL if not one.path.startswith("tests/")]
 PACKAGE = {one.module: one for one in ALL if one.path.split("/")[0] in {*TOP, "__init__.py"}}
@@ -377,7 +370,8 @@ def test_heavy_libraries_load_lazily() -> None:
             heavy -= {"torch", "triton"}
         heavy -= {one for one, users in LOADED_AT_IMPORT.items() if within(name, *users)}
         assert heavy == set(), f"importing {name} loads {heavy}"
-        if within(name, "cli", "crypto", "protocol", "node.p2p") or name in FREE:
+        light = ("cli", "crypto", "protocol", "node.p2p", "node.environments.host")
+        if within(name, *light) or name in FREE:
             assert loaded.isdisjoint({"numpy", "torch", "safetensors"}), name
 
 

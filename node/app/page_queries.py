@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import BAD_FILE, NodeError, UsageError
-from ..evaluation.online import Evaluated
+from ..evaluation.online import EVALUATED
 from ..ops.dashboard import Query
 from ..reports.explain import VerdictLine, listed
 from ..storage.rollouts import BRIEF, RolloutFiles, RolloutFilter
@@ -117,7 +117,7 @@ class PageQueries:
         assert self._run_dir is not None  # all() leaves it out
         try:
             lines = (self._run_dir / EVALUATIONS).read_bytes().splitlines()[-MAX_EVALUATIONS:]
-            evaluated = [msgspec.json.decode(line, type=Evaluated) for line in lines]
+            evaluated = [EVALUATED.decode(line) for line in lines]
         except BAD_FILE:
             return []  # none yet
         return [

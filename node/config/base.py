@@ -5,11 +5,15 @@ if all of its values are strings, so that the type of one depends on the others.
 """
 
 import pydantic_config
-from pydantic import model_validator
+from pydantic import ConfigDict, model_validator
 
 
 class BaseConfig(pydantic_config.BaseConfig):
     """A section that forbids unknown keys, and leaves the values of free tables as they are."""
+
+    model_config = ConfigDict(
+        defer_build=True
+    )  # most programs use few sections: others cost nothing
 
     @model_validator(mode="before")
     @classmethod

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from ...protocol.rollouts import join_support
 from ..errors import NodeError
 from ..inference.engine import Completion, join_boundaries, join_spans
-from ..models.support import join_support
 from .stop_strings import StopStrings
 
 Split = Literal["train", "eval", "all"]

@@ -7,8 +7,8 @@ when all are busy, and one that is given up costs no rollout but its own.
 import asyncio
 import logging
 import os
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from ...protocol.recent import RecentDict
@@ -56,6 +56,15 @@ class HostedProcess(Environment, Protocol):
         ...
 
 
+@dataclass(eq=False)
+class _Member:
+    """A process of a pool."""
+
+    process: HostedProcess
+    under_way: int = 0
+    """Rollouts that it plays or scores."""
+
+
 class EnvironmentPool:
     """An Environment in up to `most` processes."""
 
@@ -64,10 +73,8 @@ class EnvironmentPool:
         self._make = make
         self._most = most
         self._first = make()
-        self._members = [self._first]
-        self._under_way: Counter[HostedProcess] = Counter()
-        """Rollouts that each process plays or scores."""
-        self._players = RecentDict[int, HostedProcess](MOST_TASKS)
+        self._members = [_Member(self._first)]
+        self._players = RecentDict[int, _Member](MOST_TASKS)
         """Task -> process that has prepared it."""
         self._growing: asyncio.Task[None] | None = None
 
@@ -79,7 +86,7 @@ class EnvironmentPool:
     @property
     def status(self) -> str:
         """See Environment."""
-        return next((member.status for member in self._members if member.status), "")
+        return next((one.process.status for one in self._members if one.process.status), "")
 
     @property
     def judge_fault(self) -> str:
@@ -100,7 +107,7 @@ class EnvironmentPool:
     async def close(self) -> None:
         """End all processes."""
         await end_tasks(self._growing)
-        await asyncio.gather(*(member.close() for member in self._members))
+        await asyncio.gather(*(member.process.close() for member in self._members))
 
     async def task(self, index: int, split: Split = "train") -> Task:
         """See Environment."""
@@ -126,33 +133,39 @@ class EnvironmentPool:
         """Have a process play: the task's, which has prepared it for its group, or the least busy one."""
         while True:
             member = self._player(task)
-            self._under_way[member] += 1
+            member.under_way += 1
             try:
-                return await ask(member)
+                return await ask(member.process)
             except EnvironmentGivenUp:
-                if member is self._first:
+                if member.process is self._first:
                     raise
                 if member in self._members:
-                    self._members.remove(member)
-                    await member.close()
+                    await self._drop(member)
             finally:
-                self._under_way[member] -= 1
+                member.under_way -= 1
 
-    def _player(self, task: Task) -> HostedProcess:
-        least = min(self._members, key=self._under_way.__getitem__)
+    async def _drop(self, member: _Member) -> None:
+        """Close a process that was given up, and forget it."""
+        self._members.remove(member)
+        for task in [task for task, player in self._players.items() if player is member]:
+            del self._players[task]
+        await member.process.close()
+
+    def _player(self, task: Task) -> _Member:
+        least = min(self._members, key=lambda member: member.under_way)
         player = self._players.get(task.index)
-        if player in self._members and self._under_way[player] <= self._under_way[least] + LEAD:
+        if player is not None and player.under_way <= least.under_way + LEAD:
             return player
         self._players[task.index] = least
         return least
 
     async def _grow(self) -> None:
         """Start as many processes again whenever all are busy."""
-        while len(self._members) < self._most:
+        while True:
             await asyncio.sleep(LOOK_S)
-            if not all(member.is_busy for member in self._members):
-                continue
             more = min(len(self._members), self._most - len(self._members))
+            if not more or not all(member.process.is_busy for member in self._members):
+                continue
             started = await asyncio.gather(*(self._start_another() for _ in range(more)))
             if not all(started):
                 return
@@ -160,15 +173,15 @@ class EnvironmentPool:
 
     async def _start_another(self) -> bool:
         """Start another process; return whether it works."""
-        member = self._make()
+        process = self._make()
         try:
-            await member.start()
+            await process.start()
         except EnvironmentFailed as error:
             logger.warning("environment %s gets no further process: %s", self.name, error)
-            await member.close()
+            await process.close()
             return False
         except BaseException:  # also when cancelled: the process would stay
-            await member.close()
+            await process.close()
             raise
-        self._members.append(member)
+        self._members.append(_Member(process))
         return True

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from ...protocol.rollouts import cut_support, join_support
 from ..inference.engine import Completion, GenerateRequest, join_boundaries, join_spans
-from ..models.support import cut_support, join_support
 
 FIRST_PART = 64
 """Tokens that are generated before the text is looked at; parts grow twofold, up to LAST_PART."""

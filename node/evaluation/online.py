@@ -33,6 +33,10 @@ class Evaluated(msgspec.Struct, frozen=True):
     environments: dict[str, EvalFigures]
 
 
+EVALUATED = msgspec.json.Decoder(Evaluated)
+"""Decoder of a line; several threads read the file for the page."""
+
+
 class EvaluationLog:
     """evaluations.jsonl: one line for each evaluated version, in version order."""
 
@@ -87,7 +91,7 @@ class EvaluationLog:
 def _read(line: bytes) -> Evaluated | None:
     """Decode a line; None if it is invalid: that version is evaluated again if it is due."""
     try:
-        return msgspec.json.decode(line, type=Evaluated)
+        return EVALUATED.decode(line)
     except BAD_FILE:
         logger.warning("an unreadable line of evaluations.jsonl is ignored")
         return None

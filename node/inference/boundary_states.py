@@ -61,11 +61,6 @@ def pack_projected(projected: Tensor) -> bytes:
         raise EngineError(f"no fingerprint can be made of a stage's states ({error})") from error
 
 
-def crossing(states: Tensor) -> bytes:
-    """Compute the fingerprints of states [rows, width], 8 bytes a row. Raises EngineError."""
-    return pack_projected(project(states))
-
-
 def agrees(claimed: bytes, projected: NDArray[np.float32]) -> bool:
     """Return whether `claimed` are the fingerprints of the states behind `projected` [rows, 7].
 

@@ -12,16 +12,16 @@ Suite: tests/conformance/test_engine.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
-import numpy as np
 from msgspec.structs import replace
 
 from ..errors import EngineError
 from ..ops.figures import EngineRow
-from ..weights.state import Changed, State
-from .fingerprint import Projection
+
+if TYPE_CHECKING:  # numpy takes a third of the start of an environment's process
+    from ..weights.state import Changed, State
 
 
 @dataclass(frozen=True)
@@ -181,14 +181,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def load(self, version: int, state: State) -> None:
+    async def load(self, version: int, state: "State") -> None:
         """Replace the weights. The caller has already proved the state's digest.
 
         Running completions finish, either on the old weights or across both; their stamp says which.
         """
         ...
 
-    async def update(self, version: int, state: State, changed: Changed) -> None:
+    async def update(self, version: int, state: "State", changed: "Changed") -> None:
         """Load a state that differs from the loaded version only in `changed`.
 
         An engine that cannot write in place, or that holds no weights, does a load() instead.
@@ -285,26 +285,3 @@ def narrowing(request: GenerateRequest) -> tuple[float, int, float]:
     if request.temperature == 0:
         return 1.0, 1, 1.0
     return request.temperature, request.top_k, request.top_p
-
-
-def find_fingerprint(name: str) -> Projection:
-    """Return the fingerprint called `name`. Raises EngineError."""
-    if name != Projection().name:
-        raise EngineError(f"there is no fingerprint {name!r}: the only one is {Projection().name}")
-    return Projection()
-
-
-def check_update(state: State, changed: Changed) -> None:
-    """Raise EngineError unless `changed` has only positions of tensors of `state`."""
-    for name, positions in changed.items():
-        if name not in state:
-            raise EngineError(f"the update changes {name!r}, which the state lacks: load the state")
-        if positions is None:
-            continue
-        if positions.dtype != np.int64 or positions.ndim != 1:
-            raise EngineError(f"the positions of {name!r} are not flat int64: load the state")
-        size = state[name].data.size
-        if positions.size and not 0 <= positions.min() <= positions.max() < size:
-            raise EngineError(
-                f"the update changes positions of {name!r} outside 0..{size - 1}: load the state"
-            )

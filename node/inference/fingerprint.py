@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.rollouts import FINGERPRINT_NUMBERS
+from ..errors import EngineError
 
 Hidden = NDArray[np.float32]
 """Hidden states [tokens, width]."""
@@ -378,3 +379,10 @@ def token_distances(stated: bytes, own: NDArray[np.float32]) -> NDArray[np.float
         distances = np.sqrt(apart) / np.where(length > 0, length, 1)
     distances[(length == 0) & (apart > 0)] = FURTHEST
     return np.where(proper, np.minimum(distances, FURTHEST), FURTHEST)
+
+
+def find_fingerprint(name: str) -> Projection:
+    """Return the fingerprint called `name`. Raises EngineError."""
+    if name != Projection().name:
+        raise EngineError(f"there is no fingerprint {name!r}: the only one is {Projection().name}")
+    return Projection()

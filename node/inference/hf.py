@@ -19,7 +19,7 @@ from ..errors import EngineError, EngineLost, StorageError, one_line
 from ..models.json_files import read_json
 from ..tasks import end_tasks
 from ..weights.checkpoint import read_checkpoint
-from ..weights.state import Changed, State
+from ..weights.state import Changed, State, check_update
 from .engine import (
     Completion,
     EngineStats,
@@ -27,9 +27,8 @@ from .engine import (
     WeightsFault,
     Written,
     check_request,
-    check_update,
-    find_fingerprint,
 )
+from .fingerprint import find_fingerprint
 from .handover import read_update
 from .numerics import check_quantized
 

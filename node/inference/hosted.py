@@ -34,16 +34,15 @@ from ..process.child_process import REST_S, REST_STARTS
 from ..process.heap import trim_heap
 from ..process.spawn import PARENT_VARIABLE
 from ..tasks import end_tasks
-from ..weights.state import Changed, State
+from ..weights.state import Changed, State, check_update
 from .engine import (
     Completion,
     EngineStats,
     GenerateRequest,
     check_request,
-    check_update,
-    find_fingerprint,
 )
 from .engine_replica import PROGRAM, TITLES, EngineChild, EngineReplica, EngineTimeouts
+from .fingerprint import find_fingerprint
 from .handover import HostedPolicy, read_adapter_base
 from .host_messages import ApiOptions, EngineSetUp
 from .place import StagePlace, check_placed, encode_place

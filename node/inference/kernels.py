@@ -61,19 +61,6 @@ def draw_on_gpu(
     return tokens, results[0], results[1], results[2]
 
 
-def gumbel_on_gpu(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Return noise.gumbel() as the kernel computes it, for tests."""
-    values = torch.empty(len(seeds), vocabulary, dtype=torch.float32, device=seeds.device)
-    with torch.cuda.device(seeds.device):
-        _dump[(len(seeds), triton.cdiv(vocabulary, BLOCK))](
-            *(values, vocabulary, seeds, positions),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
-    return values
-
-
 @triton.jit
 def _mix64(value):
     value = value + GOLDEN64
@@ -161,14 +148,6 @@ def _choose(
     tl.store(results + row, scaled - logsumexp)
     tl.store(results + rows + row, score)
     tl.store(results + 2 * rows + row, logsumexp)
-
-
-@triton.jit
-def _dump(noise, vocabulary, seeds, positions, BLOCK: tl.constexpr):
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tokens = block * BLOCK + tl.arange(0, BLOCK)
-    value = _gumbel(tl.load(seeds + row), tl.load(positions + row), tokens)
-    tl.store(noise + row * vocabulary + tokens, value, mask=tokens < vocabulary)
 
 
 PROJECT_BLOCK = 512

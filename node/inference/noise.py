@@ -74,17 +74,6 @@ def gumbel_at(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     return _gumbel_of_(_hash(low, high, tokens.to(torch.int32)))
 
 
-def hash_bits(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Return the hash [B, vocabulary] int32 of (seed, position, token id); all 32 bits are used.
-
-    Each row has a 64-bit key: one half is mixed in before, and one between, two 32-bit finalisers. 32-bit
-    arithmetic halves the memory traffic, which dominates the cost.
-    """
-    low, high = _keys(seeds, positions)
-    tokens = torch.arange(vocabulary, dtype=torch.int32, device=seeds.device)
-    return _hash(low[:, None], high[:, None], tokens)
-
-
 def chunk(device: torch.device) -> int:
     """Return how many values to process at once on `device`."""
     return CHUNK.get(device.type, CHUNK["cuda"])
@@ -142,6 +131,10 @@ def _keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _hash(low: Tensor, high: Tensor, tokens: Tensor) -> Tensor:
+    """Return the hash of token ids under a key: one half is mixed in before, one between, two finalisers.
+
+    All 32 bits are used. 32-bit arithmetic halves the memory traffic, which dominates the cost.
+    """
     return _mix32_(_mix32_(tokens * _GOLDEN32 + low).bitwise_xor_(high))
 
 

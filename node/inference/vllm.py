@@ -42,10 +42,9 @@ from .engine import (
     GenerateRequest,
     WeightsFault,
     Written,
-    find_fingerprint,
     narrowing,
 )
-from .fingerprint import ProofFailed, pack
+from .fingerprint import ProofFailed, find_fingerprint, pack
 from .host_messages import ApiOptions
 from .numerics import check_keeps, check_quantized
 from .prefill import PREFILL, PrefillRequest

@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...protocol.manifests import KV_BLOCK, RouteShape
-from ...protocol.rollouts import FINGERPRINT_NUMBERS
+from ...protocol.rollouts import FINGERPRINT_NUMBERS, join_support
 from ..models.device import Mark, download, upload_array
 from ..models.routers import off_route, off_routes, ranked
 from ..models.routes import route_columns
-from ..models.support import join_support, pack_support, split_support
+from ..models.support import pack_support, split_support
 from .fingerprint import signs
 from .sampler import Narrowed, SampledTokens, draw
 from .vllm_arguments import GREEDY_BELOW, INVARIANT, SAMPLING, SERVED

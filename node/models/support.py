@@ -75,22 +75,6 @@ def split_support(data: bytes, tokens: int) -> list[bytes]:
     ]
 
 
-def cut_support(data: bytes, tokens: int, first: int) -> bytes:
-    """Return the supports of the `first` of so many tokens; nothing of nothing."""
-    if not data:
-        return b""
-    counts, _ = _parts(data, tokens)
-    return data[:first] + data[tokens : tokens + 4 * int(counts[:first].sum())]
-
-
-def join_support(parts: Sequence[tuple[bytes, int]]) -> bytes:
-    """Join the supports of several replies, (supports, tokens) each; empty if a reply has none."""
-    if not all(data for data, _ in parts):
-        return b""
-    heads = (data[:tokens] for data, tokens in parts)
-    return b"".join((*heads, *(data[tokens:] for data, tokens in parts)))
-
-
 def support_fault(data: bytes, tokens: Tokens, vocabulary: int, top_k: int, top_p: float) -> str:
     """Return why `data` are no supports of the sampled `tokens` under these limits; "" if they may be."""
     if len(data) < len(tokens):

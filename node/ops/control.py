@@ -201,16 +201,13 @@ async def follow(nodes: Mapping[str, NodeState], view: View, *, pace_s: float) -
 
 async def refresh(node: NodeState) -> None:
     """Ask one node for its figures; silence changes nothing."""
-    figures = await asyncio.to_thread(_ask, node.data_dir)
-    if figures is not None:
-        node.status, node.peers = figures.status, figures.peers
-
-
-def _ask(data_dir: Path) -> NodeFigures | None:
     try:
-        return msgspec.convert(ask(data_dir, "figures"), NodeFigures)
+        answer = await asyncio.to_thread(ask, node.data_dir, "figures")
+        # in this thread: types of msgspec 0.22 are not safe to be prepared by several at once
+        figures = msgspec.convert(answer, NodeFigures)
     except (NodeError, ValueError):
-        return None  # not up yet, gone, too busy to answer, or cut off in the middle of its answer
+        return  # not up yet, gone, too busy to answer, or cut off in the middle of its answer
+    node.status, node.peers = figures.status, figures.peers
 
 
 logger = logging.getLogger(__name__)

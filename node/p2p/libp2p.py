@@ -295,11 +295,6 @@ class Libp2pDiscovery:
         session = Libp2pSession(self._key, self._run, self.gate, receive, self._incoming.take)
         return session.open(self._host, port)
 
-    @property
-    def dropped_facts(self) -> int:
-        """Facts that were dropped because facts() was read too slowly."""
-        return self._facts.dropped
-
     def addresses(self) -> tuple[str, ...]:
         """Return our multiaddrs with /p2p/PEERID; empty before start()."""
         return self._addresses

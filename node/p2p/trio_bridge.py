@@ -35,7 +35,6 @@ class EventQueue(Generic[T]):
     """A bounded queue filled by any thread and read by one asyncio loop; the oldest drop first."""
 
     def __init__(self, limit: int) -> None:
-        self.dropped = 0
         self._items: deque[T] = deque(maxlen=limit)
         self._lock = threading.Lock()
         self._readable = asyncio.Event()
@@ -52,7 +51,6 @@ class EventQueue(Generic[T]):
         with self._lock:
             if self._closed or self._loop is None:
                 return
-            self.dropped += len(self._items) == self._items.maxlen
             self._items.append(item)
             wake, self._waking = not self._waking, True
         if wake:

@@ -28,8 +28,8 @@ from ..inference.engine import (
     GenerateRequest,
     WeightsFault,
     Written,
-    find_fingerprint,
 )
+from ..inference.fingerprint import find_fingerprint
 from ..inference.place import (
     NOT_STAGE_0,
     START_SHARE,

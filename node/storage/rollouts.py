@@ -186,6 +186,9 @@ class StepRecord(msgspec.Struct, frozen=True):
         return self.kept == self.groups
 
 
+_STEP_RECORD = msgspec.json.Decoder(StepRecord)
+
+
 def _tables(rows: Iterator[KeptRollout], schema: Any) -> Iterator[Any]:
     import pyarrow as pa
 
@@ -311,7 +314,7 @@ def _reading(path: Path) -> Generator[None]:
 
 def _record(path: Path, metadata: "dict[bytes, bytes] | None") -> StepRecord:
     try:
-        record = msgspec.json.decode((metadata or {})[_META], type=StepRecord)
+        record = _STEP_RECORD.decode((metadata or {})[_META])
     except (KeyError, *BAD_FILE) as error:
         raise StorageError(f"{path} is no file of rollouts of ours: move it away") from error
     if record.format > FORMAT:

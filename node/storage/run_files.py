@@ -49,7 +49,7 @@ WORKER = re.compile(r"worker_\d+")
 SETTINGS = "join.toml"
 """What `rl` writes into the data directory of each worker that it starts."""
 
-# -- what a run writes: regular expressions of paths below its directory ----------------------------
+# -- what a run writes: regular expressions of paths below its directory, compiled when used ------
 
 _STEP = r"step_\d+(\.partial|\.replaced)?"
 _CHECKPOINT = (
@@ -89,10 +89,8 @@ _RUN = "|".join(
         rf"(trainer|worker_\d+)/({_NODE})|trainer/backup/\d+/({_BACKUP})",
     )
 )
-_WRITTEN = re.compile(_RUN)
-_FETCHED = re.compile(rf"{_CHUNKS}|model/\.?{_MODEL}(\.partial)?")
-_OF_CHECKPOINT = re.compile(_CHECKPOINT)
-_OF_MODEL = re.compile(rf"(merged(\.partial)?/)?{_MODEL}")
+_FETCHED = rf"{_CHUNKS}|model/\.?{_MODEL}(\.partial)?"
+_WEIGHTS = rf"(merged(\.partial)?/)?{_MODEL}"
 _FOLDERS = {
     LOGS,
     CHECKPOINTS,
@@ -110,10 +108,7 @@ def written_by_run(path: str) -> bool:
     """Return whether a run writes this file, a path below its directory; of a folder: "/" at its end."""
     if path.endswith("/"):
         return _is_folder(path.partition("/")[0])
-    return _WRITTEN.fullmatch(path) is not None
-
-
-_BACKED_UP = re.compile(_BACKUP)
+    return re.fullmatch(_RUN, path) is not None
 
 
 def is_copy(run_dir: Path) -> bool:
@@ -127,13 +122,13 @@ def backed_up(path: str) -> bool:
     """
     if path.endswith("/"):
         return _is_folder(path.partition("/")[0])
-    return _BACKED_UP.fullmatch(path) is not None
+    return re.fullmatch(_BACKUP, path) is not None
 
 
 def written_to_checkpoint(path: str) -> bool:
     """Return whether a checkpoint has this file, a path below its directory; of a folder: "/" at its end."""
     return path in ("parts/", "backend/", "backend.partial/") or bool(
-        _OF_CHECKPOINT.fullmatch(path)
+        re.fullmatch(_CHECKPOINT, path)
     )
 
 
@@ -144,13 +139,13 @@ def written_by_learner(path: str) -> bool:
 
 def written_to_model(path: str) -> bool:
     """Return whether exported weights have this file, as written_to_checkpoint()."""
-    return path in ("merged/", "merged.partial/") or bool(_OF_MODEL.fullmatch(path))
+    return path in ("merged/", "merged.partial/") or bool(re.fullmatch(_WEIGHTS, path))
 
 
 def fetched_for_run(path: str) -> bool:
     """Return whether a node that joined a run fetched this file, a path below runs/ID, and can do so again."""
     folder = path.partition("/")[0] in ("chunks", "model")
-    return folder if path.endswith("/") else bool(_FETCHED.fullmatch(path))
+    return folder if path.endswith("/") else bool(re.fullmatch(_FETCHED, path))
 
 
 def _is_folder(name: str) -> bool:

@@ -24,9 +24,8 @@ from msgspec import structs
 from ...protocol.manifests import ProofContract, RunManifest, Thresholds
 from ...protocol.numerics import ENVELOPE, ClassBounds, MeanBounds
 from ...protocol.reputation import WINDOW
-from ...protocol.rollouts import MEASURES, Evidence
+from ...protocol.rollouts import MEASURES, Evidence, cut_support
 from ..inference.fingerprint import TOKEN_BYTES
-from ..models.support import cut_support
 from ..weights.state import State
 from .auditor import AuditItem, Auditor, Measured, Reading, SampledSpan, Unreadable
 from .bounds import FEWEST, PROVISIONAL, Bands, bands

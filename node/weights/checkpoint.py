@@ -35,6 +35,10 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[_Size, _Size]
 
 
+_ENTRY = msgspec.json.Decoder(_Entry)
+"""Made here, not by the first of several threads: types of msgspec 0.22 are not safe for that."""
+
+
 def write_checkpoint(
     path: Path,
     state: State,
@@ -113,7 +117,7 @@ def _header(path: Path, file: BinaryIO) -> tuple[dict[str, str], list[tuple[str,
     try:
         fields = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(fields.pop(METADATA, b"{}"), type=dict[str, str])
-        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in fields.items()}
+        entries = {name: _ENTRY.decode(raw) for name, raw in fields.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _corrupt(path, f"its header is malformed ({error})") from error
     ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)

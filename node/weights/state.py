@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...crypto.hashing import digest_parts
+from ..errors import EngineError
 
 BITS: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.uint8),
@@ -172,3 +173,19 @@ class DigestMismatch(WeightsError):
 
 class NoPath(WeightsError):
     """Wait for a snapshot, or ask another peer for older manifests."""
+
+
+def check_update(state: State, changed: Changed) -> None:
+    """Raise EngineError unless `changed` has only positions of tensors of `state`."""
+    for name, positions in changed.items():
+        if name not in state:
+            raise EngineError(f"the update changes {name!r}, which the state lacks: load the state")
+        if positions is None:
+            continue
+        if positions.dtype != np.int64 or positions.ndim != 1:
+            raise EngineError(f"the positions of {name!r} are not flat int64: load the state")
+        size = state[name].data.size
+        if positions.size and not 0 <= positions.min() <= positions.max() < size:
+            raise EngineError(
+                f"the update changes positions of {name!r} outside 0..{size - 1}: load the state"
+            )

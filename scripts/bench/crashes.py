@@ -27,7 +27,7 @@ from support.swarm import make_model
 
 from primerl.scripts.bench.report import at_least, at_most, conclude, make_parser
 
-QUICK = 4
+QUICK = 2
 NEVER = 1 << 30
 
 

@@ -1,11 +1,13 @@
 """One trainer for most attacks: it stands through all of them and still finishes with honest workers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from support.swarm import Swarm, model_dir, quiet_registry
+from support.witness import Fakes
 
 __all__ = ["model_dir", "quiet_registry", "siege"]
 
@@ -17,7 +19,8 @@ async def siege(
     """A run at version 1 or later, waiting for work. Batches are large, so that attackers alone end nothing."""
     rollouts = {"groups_per_batch": 64, "groups_per_lease": 1, "lease_timeout_s": 60.0}
     directory = tmp_path_factory.mktemp("siege")
-    async with Swarm(directory, model_dir, max_steps=3, rollouts=rollouts) as swarm:
+    fakes = Fakes(pause=lambda: asyncio.sleep(0))
+    async with Swarm(directory, model_dir, fakes=fakes, max_steps=3, rollouts=rollouts) as swarm:
         await swarm.start_trainer()
         # it leaves few tasks to be leased again
         swarm.add_worker("honest", engine_section={"max_batch": 4})

@@ -10,7 +10,6 @@ import pytest
 from support.hostile import Rogue
 from support.swarm import Swarm
 from support.waiting import until
-from support.witness import Fakes
 
 from primerl.node.p2p import connections
 from primerl.node.p2p.rpc import Refused
@@ -21,17 +20,11 @@ HOLD_S = 3600.0
 """Leases that are not answered within a test come back to nobody."""
 
 
-async def computing() -> None:
-    """Return the pause before a token, in which the machine is left to others: the run has no end."""
-    await asyncio.sleep(0.03)
-
-
 @asynccontextmanager
 async def run_of(directory: Path, model: Path, max_peers: int = 256) -> AsyncGenerator[Swarm]:
     """A run without an end, in which one worker has proved itself."""
     rollouts = {"lease_timeout_s": HOLD_S}
-    fakes = Fakes(pause=computing)
-    async with Swarm(directory, model, fakes=fakes, max_steps=100_000, rollouts=rollouts) as swarm:
+    async with Swarm(directory, model, max_steps=100_000, rollouts=rollouts) as swarm:
         await swarm.start_trainer(network={"max_peers": max_peers})
         swarm.add_worker("honest")
         await swarm.wait_step(2)
@@ -77,10 +70,7 @@ async def test_a_newcomer_is_proved_in_the_middle_of_a_flood_as_slots_are_passed
     tmp_path: Path, model_dir: Path
 ) -> None:
     rollouts = {"lease_timeout_s": 0.5}
-    fakes = Fakes(pause=computing)
-    async with Swarm(
-        tmp_path, model_dir, fakes=fakes, max_steps=100_000, rollouts=rollouts
-    ) as swarm:
+    async with Swarm(tmp_path, model_dir, max_steps=100_000, rollouts=rollouts) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("honest")
         await swarm.wait_step(2)

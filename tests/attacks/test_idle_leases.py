@@ -11,7 +11,6 @@ from support.hostile import Rogue, altered
 from support.lease_attacks import FAILURE, Contributor, failed
 from support.swarm import Swarm
 from support.waiting import until
-from support.witness import Fakes
 
 from primerl.node.trainer.lease_book import MAX_FREE_RETURNS
 from primerl.protocol.rollouts import GroupRecord
@@ -19,18 +18,10 @@ from primerl.protocol.rollouts import GroupRecord
 SOON = 60.0
 
 
-async def computing() -> None:
-    """Return the pause before a token, in which the machine is left to others: the run has no end."""
-    await asyncio.sleep(0.02)
-
-
 @asynccontextmanager
-async def run_of(
-    directory: Path, model: Path, fakes: Fakes | None = None, **settings: Any
-) -> AsyncGenerator[Swarm]:
+async def run_of(directory: Path, model: Path, **settings: Any) -> AsyncGenerator[Swarm]:
     """A run without an end, in which one honest worker has proved itself."""
-    fakes = fakes or Fakes(pause=computing)
-    async with Swarm(directory, model, fakes=fakes, max_steps=100_000, **settings) as swarm:
+    async with Swarm(directory, model, max_steps=100_000, **settings) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("honest")
         await swarm.wait_step(2)
@@ -53,8 +44,7 @@ async def test_a_worker_that_answers_with_failures_rests_and_its_tasks_are_done_
     tmp_path: Path, model_dir: Path
 ) -> None:
     """Before, it burnt a run's tasks as fast as they were leased, at full trust and without a rest."""
-    fakes = Fakes(pause=computing)
-    async with run_of(tmp_path, model_dir, fakes) as swarm, Contributor(swarm, "burner") as burner:
+    async with run_of(tmp_path, model_dir) as swarm, Contributor(swarm, "burner") as burner:
         burnt: set[int] = set()
         await burner.earn_groups(2)
         while "rests" not in burner.obstacle:
@@ -65,7 +55,7 @@ async def test_a_worker_that_answers_with_failures_rests_and_its_tasks_are_done_
             await asyncio.sleep(0.02)
         assert burnt
         prompts = {tuple(question(counting_task(index))) for index in burnt}
-        await until(lambda: prompts <= fakes.prompts("honest"), SOON)
+        await until(lambda: prompts <= swarm.fakes.prompts("honest"), SOON)
 
 
 async def test_a_worker_that_hands_leases_back_is_named_and_rests(

@@ -18,7 +18,6 @@ from support.memory_store import MemoryStore
 from support.swarm import Swarm
 from support.virtual_time import on_virtual_time
 from support.waiting import until
-from support.witness import Fakes
 
 from primerl.node.p2p.chunk_client import KeptInLine, TcpChunks
 from primerl.node.p2p.discovery import StreamCarrier
@@ -218,19 +217,14 @@ async def test_over_tcp_no_line_at_others_keeps_us_from_the_trainer() -> None:
         await asyncio.wait(waiting)
 
 
-async def computing() -> None:
-    await asyncio.sleep(0.01)
-
-
 async def test_a_run_goes_on_and_newcomers_join_it_beside_keys_that_only_keep_others_in_line(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, three such keys stopped a run for as long as they stayed, and newcomers had no first version."""
     monkeypatch.setattr("primerl.node.p2p.download.IN_LINE_S", 0.5)
     monkeypatch.setattr("primerl.node.p2p.peers.PATIENCE_S", 0.5)
-    fakes = Fakes(pause=computing)
     async with (
-        Swarm(tmp_path, model_dir, fakes=fakes, max_steps=100_000) as swarm,
+        Swarm(tmp_path, model_dir, max_steps=100_000) as swarm,
         AsyncExitStack() as stack,
     ):
         await swarm.start_trainer()
@@ -244,4 +238,4 @@ async def test_a_run_goes_on_and_newcomers_join_it_beside_keys_that_only_keep_ot
         swarm.add_worker("newcomer")
         # More versions than workers may lag behind.
         await swarm.wait_step(int((await swarm.trainer.status())["version"]) + 3, SOON)
-        await until(lambda: bool(fakes.loads("newcomer")), timeout=SOON)
+        await until(lambda: bool(swarm.fakes.loads("newcomer")), timeout=SOON)

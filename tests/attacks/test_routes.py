@@ -3,7 +3,7 @@
 Honest ones pass, also in bfloat16 and over two turns.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 from msgspec import structs
 from numpy.typing import NDArray
-from support.auditor_cases import OWN, Case, make_case, measured
+from support.auditor_cases import OWN, Case, judged, make_case, measured
 from support.engine_cases import FP32, SHAPE, make_qwen3
 from support.prefill_core import PrefillCore
 from support.protocol_cases import ADAPTED, BRANCH, LEASE, MANIFEST, ROUTED_BRANCH, SUBMISSION
@@ -24,13 +24,12 @@ from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.vllm_arguments import is_installed
 from primerl.node.models.routes import pack_routes, unpack_routes
-from primerl.node.verification.auditor import AuditItem, Auditor, Measured, evidence
-from primerl.node.verification.bounds import BUILT_IN, bands
-from primerl.node.verification.checks import CheckedRollout, check_submission
-from primerl.node.verification.judgement import Judgement, judge
+from primerl.node.verification.auditor import AuditItem, Auditor, Measured
+from primerl.node.verification.bounds import BUILT_IN
+from primerl.node.verification.checks import check_submission
 from primerl.node.verification.vllm_auditor import VllmAuditor
 from primerl.protocol.errors import Reason
-from primerl.protocol.rollouts import Evidence, RolloutRecord
+from primerl.protocol.rollouts import RolloutRecord
 
 MIXTURE = SHAPE | {
     "num_experts": 8,
@@ -93,19 +92,6 @@ async def audit(kind: tuple[str, str], case: Case) -> AsyncIterator[Audit]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def honest(case: Case, audit: Audit) -> list[Measured]:
     return await audit(*case.honest)
-
-
-def seen(one: Measured) -> Evidence:
-    return evidence(CheckedRollout(0, 0, [], 0.0), [one])
-
-
-def judged(case: Case, honest: Sequence[Measured], one: Measured) -> Judgement:
-    """By the bounds that are built in for float32; in bfloat16 by such as a run makes of `honest` rollouts."""
-    contract = case.run.proofs
-    if contract.dtype == "float32":
-        reject, suspect = BUILT_IN["float32"]
-        return judge(seen(one), structs.replace(contract, reject=reject, suspect=suspect))
-    return judge(seen(one), bands([seen(other) for other in honest] * 2).contract(contract))
 
 
 class Scores:

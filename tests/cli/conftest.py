@@ -1,6 +1,7 @@
 """The command line in this process, in an empty directory, with no node of the real user in sight."""
 
 import asyncio
+import io
 import logging
 import os
 import tempfile
@@ -36,6 +37,13 @@ class Ran:
 Cli = Callable[..., Ran]
 Ask = Callable[..., Awaitable[Ran]]
 Serve = Callable[..., Awaitable[Path]]
+
+
+class Terminal(io.StringIO):
+    """A person who types this."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from primerl.node.storage.ledger import Ledger
 from primerl.protocol.manifests import Ticket
 from primerl.protocol.tickets import issue
 
-from .conftest import Cli, torch_is
+from .conftest import Cli, Terminal, torch_is
 
 KEY = SecretKey.from_seed(bytes(32))
 
@@ -219,13 +219,6 @@ def test_a_gpu_that_is_not_there_is_named_before_anything_is_sent(
 REFUSED = EnvironmentNotAllowed(
     Package("sort-digits", "sort-digits 0.1.0", bytes(range(32))), Path("worker")
 )
-
-
-class Terminal(io.StringIO):
-    """A person who types this."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_yes_allows_it_for_this_time(

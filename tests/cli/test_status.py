@@ -18,14 +18,7 @@ from primerl.node.errors import NodeError
 from primerl.node.ops import control, figures
 from primerl.node.storage.run_files import SETTINGS
 
-from .conftest import Ask, Cli, Serve
-
-
-class Terminal(io.StringIO):
-    """What somebody types."""
-
-    def isatty(self) -> bool:
-        return True
+from .conftest import Ask, Cli, Serve, Terminal
 
 
 def drawn(*rows: figures.PeerRow, width: int = 300) -> list[str]:

@@ -167,6 +167,7 @@ async def later_stream(pair: Pair) -> tuple[Stream, Stream]:
         return near, far
 
 
+@pytest.mark.usefixtures("small_heap")
 async def test_a_stream_that_its_owner_forgot_ends_for_the_peer(world: TransportWorld) -> None:
     async with connected(world) as pair:
         near, far = await streams(pair)

@@ -13,14 +13,14 @@ from support.engine_cases import FP32, SHAPE, blended, make_qwen3
 from support.protocol_cases import MANIFEST, PROOFS, played_otherwise
 from torch import Tensor
 
-from primerl.node.inference.boundary_states import crossing
+from primerl.node.inference.boundary_states import pack_projected, project
 from primerl.node.inference.engine import Completion, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.hf import HfEngine
 from primerl.node.inference.model import LanguageModel
 from primerl.node.inference.sampler import Narrowed, draw
 from primerl.node.models.routers import route_shape
-from primerl.node.models.support import join_support, pack_support
+from primerl.node.models.support import pack_support
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.pipeline.activations import rounded
 from primerl.node.verification.auditor import (
@@ -29,11 +29,16 @@ from primerl.node.verification.auditor import (
     Measured,
     SampledSpan,
     Unreadable,
+    evidence,
     other_versions,
 )
+from primerl.node.verification.bounds import BUILT_IN, bands
+from primerl.node.verification.checks import CheckedRollout
+from primerl.node.verification.judgement import Judgement, judge
 from primerl.node.weights.state import State, digests, state_digest
 from primerl.protocol.manifests import RunManifest
 from primerl.protocol.pipelines import Encoding
+from primerl.protocol.rollouts import Evidence, join_support
 from primerl.scripts.bench.calibrate_cheats import stated
 
 TEMPERATURE = 0.8
@@ -251,7 +256,9 @@ class Sent:
 
     def take(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         x = rounded(x, self._encoding)
-        self.claims.append(BoundaryClaim(layer, self._encoding, crossing(x[self.led])))
+        self.claims.append(
+            BoundaryClaim(layer, self._encoding, pack_projected(project(x[self.led])))
+        )
         return x
 
 
@@ -312,3 +319,16 @@ def garbage(item: AuditItem, number: int) -> AuditItem:
     noise = np.random.default_rng(0).bytes(size)
     boundaries[number] = replace(boundaries[number], proof=noise)
     return replace(item, boundaries=boundaries)
+
+
+def seen(one: Measured) -> Evidence:
+    return evidence(CheckedRollout(0, 0, [], 0.0), [one])
+
+
+def judged(case: Case, honest: Sequence[Measured], one: Measured) -> Judgement:
+    """By the bounds that are built in for float32; in bfloat16 by such as a run makes of `honest` rollouts."""
+    contract = case.run.proofs
+    if contract.dtype == "float32":
+        reject, suspect = BUILT_IN["float32"]
+        return judge(seen(one), structs.replace(contract, reject=reject, suspect=suspect))
+    return judge(seen(one), bands([seen(other) for other in honest] * 2).contract(contract))

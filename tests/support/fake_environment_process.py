@@ -21,14 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 from support.counting_environment import ASK, STOP, counting_task
 from support.sandbox_probes import PROBES
 
 from primerl.node.config.run import EnvironmentConfig
 from primerl.node.environments import environment
 from primerl.node.environments.host import EnvironmentSetUp, main
-from primerl.node.environments.hosted import MOST_QUESTIONS
 from primerl.node.environments.policies import (
     EpisodeStuck,
     Exchange,
@@ -175,6 +173,8 @@ async def behave(mood: str) -> None:
         case "judged":
             await ask_judge(1)
         case "floods":
+            from primerl.node.environments.hosted import MOST_QUESTIONS
+
             await ask_judge(MOST_QUESTIONS + 1)
         case "waits":
             await asyncio.sleep(0.3)
@@ -249,6 +249,8 @@ def work() -> None:
     os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0))
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(str, range(3))) == ["0", "1", "2"]
+    import numpy as np
+
     matrix = np.ones((256, 256))
     assert (matrix @ matrix)[0, 0] == 256
     with tempfile.TemporaryDirectory() as directory:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from primerl.protocol.numerics import NumericsClass
-from primerl.protocol.rollouts import Evidence
+from primerl.protocol.rollouts import MEASURES, Evidence
 
 H100 = NumericsClass("vllm", "0.25.1", "H100", 1, "bfloat16")
 RTX = NumericsClass("vllm", "0.25.1", "RTX 4090", 1, "bfloat16")
@@ -36,3 +36,17 @@ def honest_4b(chance: np.random.Generator, count: int, scale: float = 1.0) -> li
         {name: float(of[number]) for name, of in columns.items()} for number in range(count)
     ]
     return [Evidence(0, number, TOKENS, **row) for number, row in enumerate(rows)]
+
+
+def rollout(number: int, **measures: float) -> Evidence:
+    values: dict[str, Any] = dict.fromkeys(MEASURES, 0.0) | measures
+    return Evidence(group=0, rollout=number, tokens=64, **values)
+
+
+def noise(count: int, seed: int, scale: float = 0.01) -> list[Evidence]:
+    """Rollouts whose measures are independent and exponential."""
+    drawn = np.random.default_rng(seed).exponential(scale, (count, len(MEASURES)))
+    return [
+        rollout(number, **dict(zip(MEASURES, map(float, row), strict=True)))
+        for number, row in enumerate(drawn)
+    ]

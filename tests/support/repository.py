@@ -1,5 +1,6 @@
-"""Find the files of the repository."""
+"""Find the files of the repository, and names in their source."""
 
+import ast
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,3 +21,10 @@ def walk(*suffixes: str) -> Iterator[Path]:
             path = Path(folder, name)
             if path.suffix in suffixes and not name.startswith("."):
                 yield path
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b` of such an expression; only the end of one whose start is no name: ast.unparse() takes seconds."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""

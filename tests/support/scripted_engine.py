@@ -14,8 +14,8 @@ import numpy as np
 
 from primerl.node.errors import EngineError
 from primerl.node.inference import engine
-from primerl.node.inference.fingerprint import Hidden, Projection
-from primerl.node.weights.state import Changed, State
+from primerl.node.inference.fingerprint import Hidden, Projection, find_fingerprint
+from primerl.node.weights.state import Changed, State, check_update
 
 WIDTH = 256
 """Of scripted hidden states."""
@@ -55,7 +55,7 @@ class ScriptedEngine:
     async def start(self, model_dir: Path, *, fingerprint: str = "") -> None:
         """See Engine. The model is not read; see scripted_hidden() for what is proved."""
         if fingerprint:
-            self._fingerprint = engine.find_fingerprint(fingerprint)
+            self._fingerprint = find_fingerprint(fingerprint)
         self._started = True
 
     async def load(self, version: int, state: State) -> None:
@@ -65,7 +65,7 @@ class ScriptedEngine:
 
     async def update(self, version: int, state: State, changed: Changed) -> None:
         """See Engine. There is nothing to write, but what no engine takes is refused."""
-        engine.check_update(state, changed)
+        check_update(state, changed)
         await self.load(version, state)
 
     async def generate(self, request: engine.GenerateRequest) -> engine.Completion:

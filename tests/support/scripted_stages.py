@@ -26,7 +26,7 @@ from support.counting_environment import STOP
 from primerl.crypto.hashing import derive
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, EngineLost
-from primerl.node.inference.boundary_states import agrees, crossing, project
+from primerl.node.inference.boundary_states import agrees, pack_projected, project
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
 from primerl.node.inference.fingerprint import Projection
 from primerl.node.inference.place import StagePlace, layer_of
@@ -100,7 +100,7 @@ def departing(states: States, shape: PipelineShape) -> tuple[tuple[Array, ...], 
     """Return a frame's tensors, and their fingerprints."""
     own = torch.from_numpy(crossed(states, shape.encoding))
     packed = pack(torch.from_numpy(states.copy()), shape.encoding)
-    return packed, crossing(own) if shape.fingerprint else b""
+    return packed, pack_projected(project(own)) if shape.fingerprint else b""
 
 
 def _state(weights: bytes, before: bytes) -> States:

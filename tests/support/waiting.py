@@ -3,7 +3,10 @@
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
+
+import psutil  # pyright: ignore[reportMissingModuleSource]
 
 T = TypeVar("T")
 
@@ -29,3 +32,13 @@ def ended(value: T) -> asyncio.Future[T]:
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     future.set_result(value)
     return future
+
+
+def started_processes() -> list[psutil.Process]:
+    """Processes of engines below this one: the ones that we talk to first."""
+    found = list[psutil.Process]()
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # gone since
+            if "resource_tracker" not in " ".join(one.cmdline()):
+                found.append(one)
+    return found

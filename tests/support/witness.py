@@ -58,9 +58,9 @@ def never_right(request: GenerateRequest) -> list[int]:
     return [request.prompt[-1], STOP]
 
 
-async def at_once() -> None:
-    """Return the pause before a token: none."""
-    await asyncio.sleep(0)
+async def computing() -> None:
+    """Pause as before a token: a test that waits for a deadline leaves the machine to others meanwhile."""
+    await asyncio.sleep(0.02)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Fakes:
     """State shared by all fakes of a swarm."""
 
     reply: Said = now_and_then
-    pause: Callable[[], Awaitable[None]] = at_once
+    pause: Callable[[], Awaitable[None]] = computing
     words: int = 0
     """More bf16 elements of the policy, so that weights weigh something."""
     last_step: int = 2**31

@@ -1,6 +1,8 @@
 """An environment has as many processes as it keeps busy."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -112,6 +114,7 @@ async def test_many_rollouts_of_one_task_are_scored_by_all_processes() -> None:
     await world.pool.close()
 
 
+@pytest.mark.usefixtures("small_heap")
 @on_virtual_time
 async def test_another_process_that_is_given_up_costs_no_rollout() -> None:
     world = World(most=2)
@@ -122,6 +125,12 @@ async def test_another_process_that_is_given_up_costs_no_rollout() -> None:
     await asyncio.gather(world.score(1), world.score(2))
     assert first.scored == [1, 2]
     assert second.is_closed
+    closed = weakref.ref(second)
+    del second, world.processes[1]
+    gc.collect()
+    assert closed() is None, "the pool does not keep it"
+    await world.become_busy()
+    assert len(world.processes) == 2, "its place is free again"
     first.is_given_up = True
     with pytest.raises(EnvironmentGivenUp):
         await world.score(0)

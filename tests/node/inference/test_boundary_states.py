@@ -7,7 +7,6 @@ import torch
 from primerl.node.errors import EngineError
 from primerl.node.inference.boundary_states import (
     agrees,
-    crossing,
     evened,
     pack_projected,
     project,
@@ -64,8 +63,8 @@ def test_a_longer_state_is_another_one() -> None:
 
 
 def test_states_of_zeros_and_no_states_have_fingerprints() -> None:
-    assert crossing(torch.zeros(2, WIDTH)) == bytes(16)
-    assert crossing(torch.empty(0, WIDTH)) == b""
+    assert pack_projected(project(torch.zeros(2, WIDTH))) == bytes(16)
+    assert pack_projected(project(torch.empty(0, WIDTH))) == b""
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -73,20 +72,20 @@ def test_states_that_are_no_numbers_have_none(value: float) -> None:
     drawn = states(3)
     drawn[1, 5] = value
     with pytest.raises(EngineError, match="no fingerprint"):
-        crossing(drawn)
+        pack_projected(project(drawn))
 
 
 @pytest.mark.parametrize("massive", [0.0, 300.0])
 def test_the_receiver_of_the_same_states_agrees(massive: float) -> None:
     drawn = states(200, massive=massive).to(torch.bfloat16)
-    assert agrees(crossing(drawn), project(drawn).numpy())
+    assert agrees(pack_projected(project(drawn)), project(drawn).numpy())
     other_order = project(drawn.flip(0)).flip(0) * (1 + 1e-6)
     assert agrees(pack_projected(other_order), project(drawn).numpy())
 
 
 def test_the_receiver_of_other_states_does_not() -> None:
     drawn = states(4)
-    told = crossing(drawn)
+    told = pack_projected(project(drawn))
     received = drawn.clone()
     received[2] += 0.1 * states(1, seed=3)[0]
     assert not agrees(told, project(received).numpy())
@@ -96,7 +95,7 @@ def test_the_receiver_of_other_states_does_not() -> None:
 
 
 def test_rows_that_no_software_makes_are_recognized() -> None:
-    told = crossing(states(3))
+    told = pack_projected(project(states(3)))
     decoded, proper = decode_rows(told[:8] + b"\xff" + bytes(7) + told[16:])
     assert proper.tolist() == [True, False, True]
     assert decoded.shape == (3, 7)

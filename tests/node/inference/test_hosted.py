@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support import fake_engine_process as fake
 from support.engine_cases import request as any_request
-from support.waiting import until
+from support.waiting import started_processes, until
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.errors import EngineError, EngineLost, UsageError
@@ -502,16 +502,6 @@ async def test_a_half_started_engine_that_is_asked_to_end_takes_what_it_started_
     with pytest.raises(EngineError, match="killed from outside"):
         await starting
     await engine.close()
-
-
-def started_processes() -> list[psutil.Process]:
-    """The engines first."""
-    found = list[psutil.Process]()
-    for one in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # gone since
-            if "resource_tracker" not in " ".join(one.cmdline()):
-                found.append(one)
-    return found
 
 
 def test_engines_side_by_side_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from primerl.node.inference.sampler import (
     weigh,
 )
 from primerl.node.inference.vllm_sampling import Recorder, SampledStep
-from primerl.node.models.support import cut_support, pack_support
+from primerl.node.models.support import pack_support
+from primerl.protocol.rollouts import cut_support
 
 torch.set_num_threads(1)
 ROWS, VOCABULARY = 400, 12

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from primerl.node.inference import noise
-from primerl.node.inference.noise import gumbel, gumbel_at, hash_bits
+from primerl.node.inference.noise import gumbel, gumbel_at
 from primerl.node.inference.sampler import SampledTokens, draw, weigh
 
 M64, M32 = 2**64 - 1, 2**32 - 1
@@ -47,6 +47,13 @@ def plain_hash(seed: int, position: int, token: int) -> int:
 
 def column(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
+
+
+def hash_bits(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """The hashes [B, vocabulary] int32 that gumbel() makes noise of: they have no public function."""
+    low, high = noise._keys(seeds, positions)  # pyright: ignore[reportPrivateUsage]
+    tokens = torch.arange(vocabulary, dtype=torch.int32)
+    return noise._hash(low[:, None], high[:, None], tokens)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_splitmix64_is_the_published_one() -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support import vllm_cases
 from support.engine_cases import blended
+from support.waiting import started_processes
 
 from primerl.node.errors import EngineError, EngineLost, UsageError
 from primerl.node.inference.hosted import HostedEngine
@@ -43,7 +43,7 @@ async def test_an_engine_that_was_killed_comes_back_with_the_newest_weights(
     updated = await vllm_cases.generate_all(engine, requests)
     restarts = engine.stats().restarts
     [pending] = await vllm_cases.begun(engine, [vllm_cases.request(max_tokens=400)])
-    before = engine_processes()
+    before = started_processes()
     [process] = [one for one in before if (one.pid in engine.pids) == (victim == "host")]
     process.kill()
     async with asyncio.timeout(vllm_cases.START_S):
@@ -63,13 +63,13 @@ async def test_an_engine_that_was_killed_comes_back_with_the_newest_weights(
     )
     stats = engine.stats()
     assert (stats.restarts, stats.fault) == (restarts + 1, "")
-    assert not {one.pid for one in before} & {one.pid for one in engine_processes()}
+    assert not {one.pid for one in before} & {one.pid for one in started_processes()}
 
 
 async def test_close_ends_a_start_and_a_load_that_are_under_way(
     engine: HostedEngine, case: vllm_cases.Case
 ) -> None:
-    before = len(engine_processes())
+    before = len(started_processes())
     cancelled = HostedEngine(vllm_cases.CONFIG)
     starting = asyncio.create_task(cancelled.start(case.model_dir))
     await asyncio.sleep(1)
@@ -77,7 +77,7 @@ async def test_close_ends_a_start_and_a_load_that_are_under_way(
     with pytest.raises(asyncio.CancelledError):
         await starting
     await cancelled.close()
-    assert len(engine_processes()) == before
+    assert len(started_processes()) == before
 
     closed = HostedEngine(vllm_cases.CONFIG)
     starting = asyncio.create_task(closed.start(case.model_dir))
@@ -85,7 +85,7 @@ async def test_close_ends_a_start_and_a_load_that_are_under_way(
     await closed.close()
     with pytest.raises(EngineError, match="closed"):
         await starting
-    assert len(engine_processes()) == before
+    assert len(started_processes()) == before
 
     loaded = HostedEngine(vllm_cases.CONFIG)
     await loaded.start(case.model_dir)
@@ -95,17 +95,7 @@ async def test_close_ends_a_start_and_a_load_that_are_under_way(
         await loaded.close()
         results = await asyncio.gather(*loads, return_exceptions=True)
     assert [type(result) for result in results] == [EngineError] * 2
-    assert len(engine_processes()) == before
-
-
-def engine_processes() -> list[psutil.Process]:
-    """Of every engine: the one that we talk to, and the one in which vLLM computes."""
-    found = list[psutil.Process]()
-    for one in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # gone since
-            if "resource_tracker" not in " ".join(one.cmdline()):
-                found.append(one)
-    return found
+    assert len(started_processes()) == before
 
 
 async def test_an_unknown_argument_and_an_unknown_head_size_are_refused(

@@ -102,7 +102,17 @@ def make_policies(family: str, directory: Path) -> Policies:
     return Policies(family, directory, first, *stepped(first, other))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+FIRST = {family.what: name for name, family in reversed(FAMILIES.items())}
+"""The first family with layers of each kind."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in FIRST.values() else pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 def policies(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Policies:
     """Of each family in turn."""
     return make_policies(request.param, tmp_path_factory.mktemp(request.param))

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 
 from primerl.node.models.support import (
-    cut_support,
-    join_support,
     pack_support,
     support_bytes,
     support_fault,
     unpack_support,
 )
-from primerl.protocol.rollouts import MAX_SUPPORT
+from primerl.protocol.rollouts import MAX_SUPPORT, cut_support, join_support
 
 DRAWN = [7, 3, 1, 9]
 ROWS = np.array([[8, 7, 2], [3, -1, -1], [-1, -1, -1], [9, 4, -1]], np.int32)

@@ -273,6 +273,7 @@ async def test_handshakes_do_not_keep_the_event_loop() -> None:
         assert "handshakes" in threads
 
 
+@pytest.mark.usefixtures("small_heap")
 async def test_a_forgotten_stream_is_reset_and_not_ended_in_order() -> None:
     async with running() as server, running() as client:
         near, far = await asyncio.gather(connect(client, server), server.accept())

@@ -113,6 +113,7 @@ def binding(freed: Freed) -> Any:
     return SimpleNamespace(Stream=Stream, Fault=Fault, number=3)
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_an_object_is_freed_once_by_the_one_thread_that_does_it() -> None:
     freed = Freed()
     module = binding(freed)
@@ -128,6 +129,7 @@ def test_an_object_is_freed_once_by_the_one_thread_that_does_it() -> None:
     assert freed.by == [iroh.NAME]
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_an_object_in_a_circle_is_freed_by_that_thread_too() -> None:
     freed = Freed()
     module = binding(freed)

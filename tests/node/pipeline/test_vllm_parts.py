@@ -12,7 +12,7 @@ from support.ring_cases import SHAPE, plan
 
 from primerl.node.config.engine import EngineConfig
 from primerl.node.errors import EngineError, UsageError
-from primerl.node.inference.boundary_states import crossing
+from primerl.node.inference.boundary_states import pack_projected, project
 from primerl.node.inference.place import (
     VARIABLE,
     StagePlace,
@@ -164,7 +164,7 @@ def test_only_rows_that_lead_to_a_token_leave_fingerprints() -> None:
     assert torch.equal(rows_of(stream, index), stream[[3, 5]])
     (sent,), trail = OutgoingStates(stream, index, "raw", proven=True).wait()
     assert np.array_equal(sent, stream.numpy())
-    assert trail == crossing(stream[[3, 5]])
+    assert trail == pack_projected(project(stream[[3, 5]]))
     assert OutgoingStates(stream[:3], sampled_rows(parts[:1]), "raw", proven=True).wait()[1] == b""
     assert OutgoingStates(stream, index, "raw", proven=False).wait()[1] == b""
     coded, _ = OutgoingStates(stream, index, "fp8", proven=True).wait()
@@ -175,9 +175,9 @@ def test_where_every_row_leads_to_a_token_all_leave_fingerprints() -> None:
     parts = ContinuedSequence(1, 9, 8, 1, ()), NewSequence(2, 2, 1, 1, (1,), 0, 1.0, 0, 1.0)
     stream = torch.randn(2, 32)
     assert sampled_rows(parts) is None
-    assert OutgoingStates(stream, sampled_rows(parts), "raw", proven=True).wait()[1] == crossing(
-        stream
-    )
+    assert OutgoingStates(stream, sampled_rows(parts), "raw", proven=True).wait()[
+        1
+    ] == pack_projected(project(stream))
     assert (
         sampled_rows([ContinuedSequence(1, 9, 6, 3, ())]) is not None
     )  # of its three rows the last one

@@ -78,8 +78,15 @@ def steps_alone(run: str) -> int:
     return alone.run(SECONDS)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("rule", RULES)
+PAIRS = [
+    pytest.param(rule, run, marks=pytest.mark.slow if number and rule != "hold" else ())
+    for rule in RULES
+    for number, run in enumerate(RUNS)
+]
+"""Each rule in the first run and the worst one in every run; the others in CI."""
+
+
+@pytest.mark.parametrize(("rule", "run"), PAIRS)
 def test_honest_workers_keep_their_rate_beside_as_many_that_do_not_work(
     rule: str, run: str
 ) -> None:

@@ -111,6 +111,7 @@ async def test_a_first_that_does_not_answer_is_closed_and_replaced_by_one_of_tho
     assert first.closed
 
 
+@pytest.mark.usefixtures("small_heap")
 async def test_a_closed_connection_is_let_go_at_the_next_sweep_and_a_living_one_is_kept(
     book: Sessions,
 ) -> None:

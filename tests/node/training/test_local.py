@@ -632,6 +632,7 @@ async def test_a_directory_without_a_model_is_an_engine_error(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": "full"}])
+@pytest.mark.usefixtures("small_heap")
 def test_the_weights_of_a_closed_learner_go_with_it(
     model_dir: Path, changes: dict[str, str]
 ) -> None:

@@ -276,6 +276,7 @@ def test_a_version_that_is_not_held_is_named() -> None:
         auditor.check_versions([replace(item(), others=[2])], {3: None})
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_a_state_is_the_same_only_if_its_tensors_are() -> None:
     def tensor() -> Tensor:
         return Tensor("F32", (2,), np.zeros(2, "<u4"))

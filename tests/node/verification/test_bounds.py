@@ -5,28 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.noise_cases import noise, rollout
 
 from primerl.node.config.run import RunConfig
 from primerl.node.errors import UsageError
 from primerl.node.verification import bounds
 from primerl.node.verification.judgement import judge
-from primerl.protocol.rollouts import MEASURES, Evidence
+from primerl.protocol.rollouts import MEASURES
 
 CONTRACT = bounds.proof_contract(RunConfig())
-
-
-def rollout(number: int, **measures: float) -> Evidence:
-    values: dict[str, Any] = dict.fromkeys(MEASURES, 0.0) | measures
-    return Evidence(group=0, rollout=number, tokens=64, **values)
-
-
-def noise(count: int, seed: int, scale: float = 0.01) -> list[Evidence]:
-    """Rollouts whose measures are independent and exponential."""
-    drawn = np.random.default_rng(seed).exponential(scale, (count, len(MEASURES)))
-    return [
-        rollout(number, **dict(zip(MEASURES, map(float, row), strict=True)))
-        for number, row in enumerate(drawn)
-    ]
 
 
 @pytest.mark.parametrize("count", [64, 1_000, 20_000])

@@ -165,7 +165,7 @@ def test_the_same_copies_are_found_of_the_same_senders(windows: int, seed: int) 
 
 
 @pytest.mark.parametrize("windows", [3, 40, 1 << 14])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_rollouts_that_are_checked_together_are_found_as_one_after_the_other(
     windows: int, seed: int
 ) -> None:

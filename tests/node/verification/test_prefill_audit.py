@@ -27,7 +27,7 @@ from support.auditor_cases import (
 from support.engine_cases import SHAPE, make_llama, make_qwen3
 
 from primerl.node.errors import EngineError
-from primerl.node.inference.boundary_states import crossing
+from primerl.node.inference.boundary_states import pack_projected, project
 from primerl.node.inference.fingerprint import FURTHEST, Compared, Projection
 from primerl.node.inference.model import LanguageModel
 from primerl.node.models import huggingface
@@ -129,6 +129,7 @@ def test_a_state_under_a_known_version_is_looked_at(case: Case) -> None:
     assert found.fingerprint > 0.02 > fine.fingerprint
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_the_network_of_a_state_that_is_gone_is_written_anew_and_measures_the_same(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +302,11 @@ async def test_any_architecture_can_be_looked_into(tmp_path: Path) -> None:
             tokens = torch.tensor([item.token_ids])
             states = model(input_ids=tokens, output_hidden_states=True).hidden_states[1][0]
         led = [place - 1 for reply in item.replies for place in range(reply.start, reply.end)]
-        items.append(replace(item, boundaries=[BoundaryClaim(1, "raw", crossing(states[led]))]))
+        items.append(
+            replace(
+                item, boundaries=[BoundaryClaim(1, "raw", pack_projected(project(states[led])))]
+            )
+        )
     for one in measured(prefill_of(deep).measure(items, deep.states)):
         assert one.boundaries[0] < NEAREST
 

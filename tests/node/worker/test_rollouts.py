@@ -19,7 +19,7 @@ from primerl.node.environments.stop_strings import FIRST_PART, StopStrings
 from primerl.node.errors import EngineError, EngineLost
 from primerl.node.inference.concurrency import Concurrency, Decision
 from primerl.node.inference.engine import Completion, EngineStats, GenerateRequest
-from primerl.node.models.support import join_support, pack_support, support_fault
+from primerl.node.models.support import pack_support, support_fault
 from primerl.node.trainer.lease_book import LeaseBook
 from primerl.node.verification.checks import check_submission
 from primerl.node.weights.state import Changed, State
@@ -27,7 +27,7 @@ from primerl.node.worker import rollouts
 from primerl.protocol.errors import Reason
 from primerl.protocol.leases import Lease, sample_seed
 from primerl.protocol.manifests import SamplingContract
-from primerl.protocol.rollouts import Submission
+from primerl.protocol.rollouts import Submission, join_support
 
 NODE = SecretKey.from_seed(bytes(31) + b"n").node_id
 RUN_ID = bytes(32)
