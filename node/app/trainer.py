@@ -644,7 +644,6 @@ class TrainerNode(IssuingNode):
         )
         backups = Backups(
             config.run_dir,
-            self.data_dir,
             checkpoints=role.checkpoints,
             resume_points=role.resume_points,
             ledger=services.ledger,

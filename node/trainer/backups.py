@@ -50,7 +50,6 @@ class Backups:
     def __init__(
         self,
         run_dir: Path,
-        data_dir: Path,
         *,
         checkpoints: Checkpoints,
         resume_points: ResumePoints,
@@ -60,9 +59,9 @@ class Backups:
         announced: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`data_dir` is the trainer's, with ledger and chunks; `announced` returns the newest version."""
+        """The ledger is in the trainer's data directory; `announced` returns the newest version."""
         self._run_dir = run_dir
-        self._staged = data_dir / STAGED
+        self._staged = ledger.path.parent / STAGED
         self._ledger = ledger
         self._store = store
         self._standbys = frozenset(standbys)

@@ -44,7 +44,6 @@ class Run:
         self.backend = CountingBackend()
         self.backups = Backups(
             self.run_dir,
-            data_dir,
             checkpoints=self.checkpoints,
             resume_points=self.resume_points,
             ledger=self.ledger,
