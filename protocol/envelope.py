@@ -185,7 +185,7 @@ def seal(
 
 
 def unseal(
-    sealed: bytes,
+    sealed: bytes | Envelope,
     purpose: Purpose,
     kind: type[T],
     *,
@@ -197,6 +197,7 @@ def unseal(
 ) -> Opened[T]:
     """Open an envelope that must be for `purpose`, and, where given, of `run`, by `signer`, to `recipient`.
 
+    `sealed` may have been read already (read_envelope).
     Its wire version is one of `spoken`. `now` is Unix seconds. `run=None` is for the two documents that tell
     the run id themselves.
 
@@ -204,7 +205,9 @@ def unseal(
         RemoteProtocolError: WRONG_VERSION, MALFORMED, WRONG_PURPOSE, WRONG_RUN, WRONG_SIGNER,
             WRONG_RECIPIENT, EXPIRED or BAD_SIGNATURE; in each case nothing of the payload was decoded.
     """
-    envelope = read_envelope(sealed, purpose, spoken=spoken)
+    envelope = (
+        sealed if isinstance(sealed, Envelope) else read_envelope(sealed, purpose, spoken=spoken)
+    )
     if envelope.purpose != purpose:
         raise RemoteProtocolError(Reason.WRONG_PURPOSE, f"{envelope.purpose}, not {purpose}")
     if run is not None and envelope.run != run:

@@ -55,7 +55,9 @@ WAITING_SHARE = 3
 """A source may keep a fetch waiting in vain for 1/WAITING_SHARE of its usual time (IN_LINE_S if unknown)."""
 LEAST_PLACE_S = 0.01
 PLACE_SHARE = 8
-"""A source that sends nothing keeps its place for 1/PLACE_SHARE of that time, at most PLACE_S."""
+PLACE_MOST_S = 0.5
+"""A source that sends nothing keeps its place for 1/PLACE_SHARE of that time, at most PLACE_MOST_S: on narrow
+lines an honest one has others before us."""
 USUAL_GROWTH = 1.05
 """A fetch counts as at most USUAL_GROWTH times the usual time: attackers do not set what is usual."""
 OTHER_WAY_S = 10.0
@@ -83,8 +85,8 @@ class Fetch:
         patience, place = IN_LINE_S, PLACE_S
         if usual_s is not None:
             patience = min(IN_LINE_S, max(LEAST_PATIENCE_S, usual_s / WAITING_SHARE))
-            place = min(PLACE_S, max(LEAST_PLACE_S, usual_s / PLACE_SHARE))
-        self.look_s = place / 2
+            place = min(PLACE_MOST_S, max(LEAST_PLACE_S, usual_s / PLACE_SHARE))
+        self.look_s = min(place / 2, TICK_S)
         """Seconds between two checks for sources that give nothing."""
         self._most = fetcher.pacer.sharers(LEAST_RATE, MAX_SENDING)
         """Chunks in transfer at once."""
@@ -102,6 +104,10 @@ class Fetch:
         self._heard = self.begun
         self.over = asyncio.Event()
         self.news = Notifier()
+        self.sources: dict[NeighbourFetch, None] = {}
+        """Neighbours that may be asked for chunks, in order."""
+        self._crowded = False
+        """Whether a source had to wait as too much was under way."""
 
     def fail(self, error: Exception) -> None:
         """End the fetch with an error; the first one counts."""
@@ -109,9 +115,8 @@ class Fetch:
         self.over.set()
 
     def progress(self) -> None:
-        """Note that the fetch advances, and wake all its loops."""
+        """Note that the fetch advances."""
         self.progressed = time.monotonic()
-        self.news.fire()
 
     @property
     def heard(self) -> float:
@@ -130,6 +135,13 @@ class Fetch:
                 announced = now
                 self.news.fire()
 
+    async def dispatch(self) -> None:
+        """At each piece of news for all, let every neighbour begin the downloads that it may have."""
+        while True:
+            for source in tuple(self.sources):
+                source.begin_downloads()
+            await self.news.wait()
+
     def depth(self) -> int:
         """Return how many requests one source may have in flight: more where there are few sources."""
         return min(self._most, max(DEPTH, min(DEPTH_MAX, 8 // (len(self.neighbours) + 1))))
@@ -137,8 +149,11 @@ class Fetch:
     def full(self) -> bool:
         """Return whether no further download may begin."""
         if self.fetcher.pacer.rate:  # those in a queue may all begin to send at once
-            return self.state.under_way >= self._most or self.fetcher.pacer.exhausted
-        return self.state.sending(time.monotonic()) >= self._most
+            full = self.state.under_way >= self._most or self.fetcher.pacer.exhausted
+        else:
+            full = self.state.sending(time.monotonic()) >= self._most
+        self._crowded |= full
+        return full
 
     def download(
         self, source: bytes, chunk: ChunkRef | None, *, sending: bool = False
@@ -181,7 +196,9 @@ class Fetch:
             self.state.end(download, time.monotonic(), failed=failed)
             if not won:
                 self.fetcher.wasted[download.source] += download.received
-            self.news.fire()
+            if self._crowded or (download.chunk and download.chunk.digest in self.state.missing):
+                self._crowded = False
+                self.news.fire()
         return won
 
     async def _keep(self, download: ChunkDownload, chunk: ChunkRef, data: bytes) -> bool:
@@ -238,6 +255,9 @@ class NeighbourFetch:
         self._detoured = False
         self._failures = 0
         self._gone = False
+        self._dropped = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        """Of its downloads."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way = 0
         """Downloads from it."""
@@ -257,8 +277,14 @@ class NeighbourFetch:
                     return
                 for window in windows:
                     self._tasks.add(tasks.create_task(self._watch(window)))
-                self._tasks.add(tasks.create_task(self._download(tasks)))
+                self._group = tasks
+                self._fetch.sources[self] = None
+                try:
+                    await self._dropped.wait()
+                finally:
+                    self._gone = True
         finally:
+            self._fetch.sources.pop(self, None)
             self._fetch.state.withdraw(self.peer, time.monotonic())
             self._fetch.neighbours.discard(self.peer)
             self.looked.set()
@@ -290,7 +316,8 @@ class NeighbourFetch:
                 self._fetcher.peers.failed(self.peer)
                 failures += 1
                 logger.debug("no news from %s: %s", short(self.peer), error)
-            self._looked()
+            self.looked.set()
+            self._fetch.news.fire()
             await asyncio.sleep(WATCH_AGAIN_S * 2**failures)
         self._path_failed()
         self._drop("no news")
@@ -302,24 +329,18 @@ class NeighbourFetch:
             news = self._fetch.state.claim(self.peer, claimed, patience=patience)
             if news and not self._fetch.state.doubted(self.peer, time.monotonic()):
                 self._fetch.progress()
-            self._looked()
-
-    def _looked(self) -> None:
-        self.looked.set()
-        self._fetch.news.fire()
+            self.looked.set()
+            self.begin_downloads()
 
     # -- downloading them ------------------------------------------------------------------------
 
-    async def _download(self, tasks: asyncio.TaskGroup) -> None:
-        """Keep as many downloads under way as it may have; one task, as each piece of news wakes it."""
-        while not self._gone:
-            chunk = self._choose_chunk()
-            if chunk is None:
-                await self._fetch.news.wait()
-                continue
+    def begin_downloads(self) -> None:
+        """Keep as many downloads under way as it may have."""
+        while self._may_begin() and (chunk := self._choose_chunk()) is not None:
+            assert self._group is not None
             self._under_way += 1
             download = self._fetch.download(self.peer, chunk)
-            task = tasks.create_task(self._get(chunk, download))
+            task = self._group.create_task(self._get(chunk, download))
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, download))
 
@@ -329,12 +350,19 @@ class NeighbourFetch:
         self._fetch.state.end(
             download, time.monotonic()
         )  # its task may have been cancelled unbegun
-        self._fetch.news.fire()
+        self.begin_downloads()
+
+    def _may_begin(self) -> bool:
+        if self._gone or self._fetch.over.is_set():
+            return False
+        allowed = self._fetch.depth() if self._proven else 1
+        return (
+            self._under_way < allowed
+            and self._fetch.state.may_give(self.peer)
+            and not self._fetch.full()
+        )
 
     def _choose_chunk(self) -> ChunkRef | None:
-        allowed = self._fetch.depth() if self._proven else 1
-        if self._under_way >= allowed or self._fetch.full():
-            return None
         state = self._fetch.state
         return state.next_of(self.peer) or state.late_of(self.peer, time.monotonic())
 
@@ -406,6 +434,7 @@ class NeighbourFetch:
             return
         logger.debug("done with %s: %s", short(self.peer), why)
         self._gone = True
+        self._dropped.set()
         current = asyncio.current_task()
         for task in self._tasks:
             if task is not current:
@@ -783,6 +812,7 @@ class BlobFetcher:
             awaited = [neighbour for neighbour in followed if neighbour.peer in hoped] or followed
             working.append(tasks.create_task(self._from_origin(fetch, awaited, few)))
             working.append(tasks.create_task(self._try_more(fetch, chosen, spare, holders)))
+            working.append(tasks.create_task(fetch.dispatch()))
             working.append(tasks.create_task(fetch.announce()))
             await fetch.over.wait()
             self._judge(fetch)

@@ -18,7 +18,7 @@ from statistics import median, median_low
 from ...protocol.manifests import ChunkRef
 
 LOOK_AT = 1024
-"""Chunks compared for one choice; beyond that, sets are in random order anyway."""
+"""Chunks compared for one choice."""
 COPIES_AT_ONCE = 2
 """Sources that may send one chunk at a time: the second because the first is late."""
 LINES_AT_ONCE = 3
@@ -102,28 +102,36 @@ class DownloadState:
     """Seconds after which a source that was asked and sends nothing keeps no other source from taking part."""
     accounts: dict[bytes, SourceAccount] = field(default_factory=dict[bytes, SourceAccount])
     """Accounts of the sources that claimed something."""
-    _claims: dict[bytes, set[bytes]] = field(default_factory=dict[bytes, set[bytes]])
-    """The missing chunks that each source claims to hold."""
+    _claims: dict[bytes, dict[bytes, None]] = field(default_factory=dict[bytes, dict[bytes, None]])
+    """The missing chunks that each source claims to hold, in order, so that a simulation repeats."""
     _holders: Counter[bytes] = field(default_factory=Counter[bytes])
     _downloads: dict[bytes, list[ChunkDownload]] = field(
         default_factory=dict[bytes, list[ChunkDownload]]
     )
+    _by_source: dict[bytes, list[ChunkDownload]] = field(
+        default_factory=dict[bytes, list[ChunkDownload]]
+    )
+    """The same downloads, by their source."""
     _seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=32))
     _waits: deque[float] = field(default_factory=lambda: deque[float](maxlen=32))
     """Seconds from the request for a chunk to its arrival."""
     _rates: deque[float] = field(default_factory=lambda: deque[float](maxlen=32))
     _requested: dict[bytes, float] = field(default_factory=dict[bytes, float])
     """Time of the first request for each missing chunk."""
+    typical_s: float | None = None
+    """Median seconds of the last chunks; None before the first."""
+    _allowance: float = 0.0
+    """Seconds within which a chunk, queues included, counts as usual."""
+    _least_rate: float = 0.0
+    """Bytes per second below which a download counts as late."""
+
+    def __post_init__(self) -> None:
+        self._least_rate = self.first_rate
 
     @property
     def under_way(self) -> int:
         """Count all downloads, also those that wait in a queue."""
         return sum(map(len, self._downloads.values()))
-
-    @property
-    def typical_s(self) -> float | None:
-        """Median seconds of the last chunks; None before the first."""
-        return median(self._seconds) if self._seconds else None
 
     def sending(self, now: float) -> int:
         """Count downloads whose bytes arrive, without those of doubted sources, and without slow ones of
@@ -157,11 +165,17 @@ class DownloadState:
         """
         patience = self.patience if patience is None else min(patience, self.patience)
         self.accounts.setdefault(source, SourceAccount(patience))
-        claimed = self._claims.setdefault(source, set())
-        fresh = {name for name in names if name in self.missing} - claimed
-        claimed |= fresh
+        claimed = self._claims.setdefault(source, {})
+        fresh = [
+            name for name in dict.fromkeys(names) if name in self.missing and name not in claimed
+        ]
+        claimed.update(dict.fromkeys(fresh))
         self._holders.update(fresh)
         return bool(fresh)
+
+    def may_give(self, source: bytes) -> bool:
+        """Return whether `source` claims to hold anything that is missing."""
+        return bool(self._claims.get(source))
 
     def claims(self, source: bytes, name: bytes) -> bool:
         """Return whether `source` claims to hold a chunk that is missing."""
@@ -192,9 +206,8 @@ class DownloadState:
         if now - account.owes_since <= max(self.place_s, usual):
             return True
         return any(
-            download.source == source and download.sending and self._keeps_pace(download, now)
-            for downloads in self._downloads.values()
-            for download in downloads
+            download.sending and self._keeps_pace(download, now)
+            for download in self._by_source.get(source, ())
         )
 
     def idle(self, source: bytes, now: float) -> bool:
@@ -293,6 +306,7 @@ class DownloadState:
         if download.asked is None:
             download.asked = download.begun
         self._downloads.setdefault(chunk.digest, []).append(download)
+        self._by_source.setdefault(download.source, []).append(download)
         self._requested.setdefault(chunk.digest, download.asked)
         account = self.accounts.get(download.source)
         if account is not None:
@@ -314,6 +328,7 @@ class DownloadState:
         downloads = self._downloads.get(download.chunk.digest, [])
         if download in downloads:
             downloads.remove(download)
+            self._by_source[download.source].remove(download)
         if not downloads:
             self._downloads.pop(download.chunk.digest, None)
 
@@ -334,27 +349,27 @@ class DownloadState:
         self._seconds.append(seconds)
         self._waits.append(now - (download.begun if download.asked is None else download.asked))
         self._rates.append(chunk.size / max(seconds, 1e-4))
+        self._learn_pace()
         del self._holders[chunk.digest]
         for source, claimed in self._claims.items():
-            claimed.discard(chunk.digest)
+            claimed.pop(chunk.digest, None)
             if not claimed:
                 self.accounts[source].settle(now, self._allowance)
         self._requested.pop(chunk.digest, None)
-        return self._downloads.pop(chunk.digest, [])
+        downloads = self._downloads.pop(chunk.digest, [])
+        for other in downloads:
+            self._by_source[other.source].remove(other)
+        return downloads
 
-    @property
-    def _allowance(self) -> float:
-        """Seconds within which a chunk, queues included, counts as usual.
+    def _learn_pace(self) -> None:
+        """Learn what is usual from the last chunks.
 
-        Bounded: where only slow sources deliver, they would set what is usual.
+        The allowance is bounded: where only slow sources deliver, they would set what is usual.
         """
-        usual = median_low(self._waits) if self._waits else 0.0
-        return min(LATE * usual, usual + LATE * IN_LINE_S)
-
-    @property
-    def _least_rate(self) -> float:
-        """Bytes per second below which a download counts as late."""
-        return median(self._rates) / LATE if self._rates else self.first_rate
+        self.typical_s = median(self._seconds)
+        usual = median_low(self._waits)
+        self._allowance = min(LATE * usual, usual + LATE * IN_LINE_S)
+        self._least_rate = median(self._rates) / LATE
 
     def _in_time(self, download: ChunkDownload, now: float) -> bool:
         """Return whether a download's bytes arrive fast enough to wait for them."""
@@ -362,11 +377,7 @@ class DownloadState:
         return download.sending and now - download.touched <= SILENT_S and download.received >= due
 
     def _flows(self, source: bytes, now: float) -> bool:
-        return any(
-            download.source == source and self._in_time(download, now)
-            for downloads in self._downloads.values()
-            for download in downloads
-        )
+        return any(self._in_time(download, now) for download in self._by_source.get(source, ()))
 
     def _waited_long(self, name: bytes, now: float) -> bool:
         """Return whether a chunk was first requested so long ago that claims to hold it no longer count."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, read_envelope, seal, unseal
+from ...protocol.envelope import Envelope, Purpose, read_envelope, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import Holding, PeerRecord
 from ...protocol.messages import HeadNotice
@@ -28,7 +28,7 @@ HOLDERS = 128
 """Nodes that announce a version, on average: every node hears and checks each of them, and asks a few."""
 
 
-def read_holding(sealed: bytes, run: bytes, now: int) -> tuple[Holding, int]:
+def read_holding(sealed: bytes | Envelope, run: bytes, now: int) -> tuple[Holding, int]:
     """Read what a node signed that it holds, and until when to believe it. Raises RemoteProtocolError."""
     opened = unseal(sealed, Purpose.HOLDING, Holding, now=now, run=run)
     if opened.body.node != opened.signer:
@@ -73,7 +73,7 @@ RECORDS_PER_S = 5.0
 """Records of all nodes together: the more nodes, the longer each waits, as in RTCP (RFC 3550, 6.2)."""
 
 
-def read_record(sealed: bytes, run: bytes, now: int) -> PeerRecord:
+def read_record(sealed: bytes | Envelope, run: bytes, now: int) -> PeerRecord:
     """Read a peer record that its own subject signed. Raises RemoteProtocolError."""
     opened = unseal(sealed, Purpose.PEER, PeerRecord, now=now, run=run)
     if opened.body.node != opened.signer:
@@ -152,14 +152,15 @@ class Gossip:
                 logger.info("gossip from %s refused: %s", short(fact.source), error)
 
     async def _take(self, fact: GossipFact) -> None:
-        purpose = read_envelope(fact.sealed).purpose
+        envelope = read_envelope(fact.sealed)
+        purpose = envelope.purpose
         run, now = self._book.trusted.run, int(time.time())
         if purpose == Purpose.HEAD:
             await self._book.admit(HeadNotice(fact.sealed))
         elif purpose == Purpose.PEER:
-            self._peers.learn(read_record(fact.sealed, run, now), fact.sealed)
+            self._peers.learn(read_record(envelope, run, now), fact.sealed)
         elif purpose == Purpose.HOLDING:
-            holding, until = read_holding(fact.sealed, run, now)
+            holding, until = read_holding(envelope, run, now)
             if holding.node != self._holdings.node:
                 self._peers.hold(holding, until)
         elif purpose == Purpose.RETIREMENT:

@@ -99,10 +99,16 @@ class Peer:
 
 
 class PeerTable:
-    """Keep all known peers."""
+    """Keep all known peers. What is done for each chunk does not take longer the more of them there are."""
 
     def __init__(self) -> None:
         self._peers: dict[bytes, Peer] = {}
+        self._holding: dict[bytes, Peer] = {}
+        """Those that announced what they hold."""
+        self._served: dict[bytes, Peer] = {}
+        """Those whose bandwidth is known."""
+        self._failing: dict[bytes, Peer] = {}
+        """Those whose success is below 1."""
         self._sent = self._received = 0
         """Bytes of rows that were dropped."""
 
@@ -126,7 +132,8 @@ class PeerTable:
     def _drop(self, peer: Peer) -> None:
         sent, received = peer.traffic()
         self._sent, self._received = self._sent + sent, self._received + received
-        del self._peers[peer.node]
+        for table in (self._peers, self._holding, self._served, self._failing):
+            table.pop(peer.node, None)
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes (sent, received) over all connections to all peers, also to those dropped since."""
@@ -179,6 +186,7 @@ class PeerTable:
         if peer is None or peer.record is None or (peer.holding and news <= peer.holding):
             return
         peer.holding, peer.holding_until = news, until
+        self._holding[holding.node] = peer
 
     def holds(self, node: bytes, now: float) -> tuple[int, int, bool] | None:
         """Return (epoch, version, complete) as `node` announced, if still fresh; `now` in Unix seconds."""
@@ -190,18 +198,21 @@ class PeerTable:
 
         Where these are few, also list peers that are fetching this version: they will soon have parts of it.
         """
-        claims = [(node, self.holds(node, now)) for node in self._peers]
-        whole = [(node, what) for node, what in claims if what and what[2]]
+        fresh = [
+            (node, peer.holding) for node, peer in self._holding.items() if now < peer.holding_until
+        ]
+        whole = [(node, what) for node, what in fresh if what and what[2]]
         hold = [node for node, what in whole if what[0] == epoch and what[1] >= version]
         if len(hold) >= ENOUGH_HOLDERS:
             return hold
-        return hold + [node for node, what in claims if what == (epoch, version, False)]
+        return hold + [node for node, what in fresh if what == (epoch, version, False)]
 
     def retire(self, node: bytes) -> None:
         """Forget the addresses of a node whose key was retired; a node without a row has none."""
         if (peer := self._peers.get(node)) is not None and not peer.hinted:
             peer.retired, peer.record, peer.sealed, peer.addresses = True, None, b"", ()
             peer.holding = None
+            self._holding.pop(node, None)
 
     def hint(self, node: bytes, addresses: Iterable[str]) -> None:
         """Add addresses from a ticket, before any record is known."""
@@ -260,12 +271,14 @@ class PeerTable:
         peer.bandwidth = (
             rate if not peer.bandwidth else peer.bandwidth + EMA * (rate - peer.bandwidth)
         )
+        self._served[node] = peer
         self._heal()
 
     def failed(self, node: bytes) -> None:
         """Record that the peer did not deliver."""
         peer = self.get(node)
         peer.success -= EMA * peer.success
+        self._failing[node] = peer
         self._heal()
 
     def blame(self, node: bytes, reason: Reason) -> None:
@@ -284,15 +297,20 @@ class PeerTable:
     def weight(self, node: bytes) -> float:
         """Return success times bandwidth, for choosing sources; an untried peer counts as average."""
         peer = self.get(node)
-        known = [other.bandwidth for other in self._peers.values() if other.bandwidth]
+        known = [other.bandwidth for other in self._served.values()]
         typical = sorted(known)[len(known) // 2] if known else 1.0
         return max(peer.success, 0.01) * (peer.bandwidth or typical)
 
     def _heal(self) -> None:
-        for peer in self._peers.values():
-            peer.success = min(1.0, peer.success + HEAL * (1.0 - peer.success))
+        for node, peer in tuple(self._failing.items()):
+            peer.success += HEAL * (1.0 - peer.success)
+            if peer.success > HEALED:
+                peer.success = 1.0
+                del self._failing[node]
 
 
+HEALED = 0.999
+"""Success that counts as 1."""
 SHUN_S = 60.0
 """Exclusion after the first lie; twice as long for each further one."""
 SHUN_MAX_S = 3600.0

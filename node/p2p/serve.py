@@ -38,6 +38,10 @@ from .transport import Stream, TransportError
 logger = logging.getLogger(__name__)
 
 
+NEWS_BATCH_S = 0.02
+"""Seconds after which watchers hear of a chunk, and of those that came meanwhile."""
+
+
 class ChunkWatch:
     """Bitmap of the watched chunks that are held: bit i % 8 of byte i // 8 stands for chunk i."""
 
@@ -47,7 +51,7 @@ class ChunkWatch:
         self._count = 0
         self._held = bytearray((len(names) + 7) // 8)
         self.news = asyncio.Event()
-        """Set when a chunk was added, or the watch is over; the reader clears it."""
+        """Set when there is news to tell, or the watch is over; the reader clears it."""
         self.over = False
         """Whether the other end is gone."""
 
@@ -66,14 +70,14 @@ class ChunkWatch:
         """Number of watched chunks."""
         return self._size
 
-    def add(self, name: bytes) -> None:
-        """Mark a chunk as held; one that is not watched changes nothing."""
+    def add(self, name: bytes) -> bool:
+        """Mark a chunk as held; return False for one that is not watched, or was marked before."""
         number = self._index.get(name)
         if number is None or self._held[number // 8] >> number % 8 & 1:
-            return
+            return False
         self._held[number // 8] |= 1 << number % 8
         self._count += 1
-        self.news.set()
+        return True
 
 
 class ChunkArrivals:
@@ -84,6 +88,8 @@ class ChunkArrivals:
         self._waiting: Counter[asyncio.Event] = Counter()
         self._expected: Counter[bytes] = Counter()
         self._watches: dict[ChunkWatch, None] = {}  # in order, so that a simulation repeats
+        self._untold: dict[ChunkWatch, None] = {}
+        """Watches with news that their readers will be woken for."""
 
     @property
     def watched(self) -> int:
@@ -118,12 +124,19 @@ class ChunkArrivals:
             self._watches.pop(watch, None)
 
     def arrived(self, name: bytes) -> None:
-        """Wake all waiters for this chunk."""
+        """Wake all waiters for this chunk, and soon those of all watches together."""
         event = self._events.pop(name, None)
         if event is not None:
             event.set()
-        for watch in self._watches:
-            watch.add(name)
+        untold = [watch for watch in self._watches if watch.add(name)]
+        if untold and not self._untold:
+            asyncio.get_running_loop().call_later(NEWS_BATCH_S, self._tell)
+        self._untold.update(dict.fromkeys(untold))
+
+    def _tell(self) -> None:
+        for watch in self._untold:
+            watch.news.set()
+        self._untold.clear()
 
     async def wait(self, name: bytes, timeout: float) -> None:
         """Wait for a chunk; returns silently at the timeout."""
@@ -402,7 +415,6 @@ PIECE_S = 10.0
 """Time for a receiver to take one piece."""
 MIN_RATE = 64 * 1024
 """Bytes per second below which a receiver gives its slot to others."""
-NEWS_BATCH_S = 0.02
 WATCH_S = 600.0
 WATCHES_PER_PEER = 8
 MAX_WATCHED_BY_ALL = 1 << 18
@@ -585,7 +597,6 @@ class BlobServer:
             if watch.complete:
                 return
             await watch.news.wait()
-            await asyncio.sleep(NEWS_BATCH_S)
 
 
 @asynccontextmanager

@@ -93,9 +93,10 @@ def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> 
     nodes: list[bytes] = []
     for sealed in records:
         try:
-            node = read_envelope(sealed).signer
+            envelope = read_envelope(sealed)
+            node = envelope.signer
             if not peers.has_record(node, sealed, time.time()):
-                peers.learn(read_record(sealed, run_id, int(time.time())), sealed)
+                peers.learn(read_record(envelope, run_id, int(time.time())), sealed)
         except RemoteProtocolError as error:
             logger.info("bad peer record from the trainer: %s", error)
             continue

@@ -11,9 +11,11 @@ environment are fakes. A version is a delta of 8 MB. Parts:
                 all nodes together
     lines       runs of a short step, of trainer and workers with wide and narrow lines: how much slower they
                 are than the learner, and how many rollouts came too late to be learned from
+    cheats      a share of the workers cheats in all that it generates, and comes back with a new key after
+                each ban: tokens of theirs that were learned from, honest workers that were banned
     recovery    how soon all have a version after half of them were cut off, and after the trainer was killed
 
-The same seed gives the same figures of a small swarm, without those of CPU.
+The same seed gives the same figures, without those of CPU.
 """
 
 import argparse
@@ -34,13 +36,16 @@ from typing import Any, TypeVar
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from support import virtual_time
+from support.cheating_workers import CheatedSwarm
 from support.memory_network import GOSSIP
 from support.simulated_swarm import Home, SimulatedSwarm, share_at
 
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL
 from primerl.scripts.bench.report import Goal, at_most, conclude, make_parser
 
-PEERS, QUICK = (10, 30, 100), (10, 30)
+DEFAULT_PEERS = 256
+"""`network.max_peers` of a trainer if nobody says otherwise."""
+PEERS, QUICK = (10, 30, 100, 300), (5, 10)
 VERSIONS = 2
 """Measured, after one that is not: nobody knows yet how long a fetch takes."""
 COPIES = 2.0
@@ -53,7 +58,15 @@ LINES = ((20.0, 20.0), (5.0, 20.0), (20.0, 5.0), (5.0, 5.0))
 """Mbit/s up, of the trainer and of each worker."""
 STEP_S, STEPS = 10.0, 6
 """Of runs on these lines: a version of 8 MB in 10 s is 6.4 Mbit/s."""
-PARTS = ("spread", "lines", "recovery")
+SHARES = (0.0, 0.1, 0.3, 0.5)
+"""Of cheats."""
+CHEATED, CHEATED_STEP_S, CHEATED_STEPS, CHEATED_BYTES = 20, 5.0, 12, 1_000_000
+"""Workers, seconds and number of steps, and bytes of a version of runs with cheats."""
+AUDIT_RATE = 0.1
+"""Share of the rollouts of proven workers that is audited: the product's default."""
+POISONED = 0.01
+"""Goal: share of cheats' tokens in what is learned from."""
+PARTS = ("spread", "lines", "cheats", "recovery")
 SOME = 16
 """Workers of the other parts."""
 CUT_S = 60.0
@@ -99,6 +112,28 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class CheatsRow:
+    """A run in which some workers cheat, with new keys after each ban."""
+
+    share: float
+    """Of the workers, at any time."""
+    step_s: float
+    """Between two versions, on average; the learner takes CHEATED_STEP_S."""
+    keys: int
+    """That cheats have used."""
+    poisoned: float
+    """Share of cheats' tokens in all that were learned from, without replies that were as an honest one."""
+    tokens_per_key: float
+    """Of cheats, learned from."""
+    banned: int
+    """Honest workers."""
+    stale: float
+    """Share of the honest rollouts that came too late."""
+    curve: list[float] = field(repr=False)
+    """`poisoned` of all until each step."""
+
+
+@dataclass(frozen=True)
 class LinesRow:
     """A run on lines of some rates."""
 
@@ -139,7 +174,8 @@ async def joined(swarm: SimulatedSwarm, peers: int) -> list[str]:
 async def spread(directory: Path, home: Home, peers: int, versions: int) -> Row:
     """Measure versions in a swarm of `peers` workers that have joined before."""
     rows: list[Row] = []
-    async with SimulatedSwarm(directory, home) as swarm:
+    room = {"max_peers": max(DEFAULT_PEERS, 2 * peers)}
+    async with SimulatedSwarm(directory, home, network=room) as swarm:
         names = await joined(swarm, peers)
         first = max(swarm.published) + 1
         for version in range(first, first + versions):
@@ -195,6 +231,41 @@ async def run_lines(directory: Path, home: Home, peers: int) -> LinesRow:
         )
 
 
+async def run_cheats(directory: Path, home: Home, peers: int, share: float) -> CheatsRow:
+    """Measure CHEATED_STEPS steps of which a share of the workers tries to spoil all."""
+    batch = {"groups_per_batch": peers, "groups_per_lease": 1, "lease_timeout_s": 60.0}
+    audits = {"audit_rate": AUDIT_RATE}
+    async with SimulatedSwarm(directory, home, rollouts=batch, verification=audits) as swarm:
+        cheated = CheatedSwarm(swarm)
+        number = round(share * peers)
+        with cheated.watch():
+            await swarm.start_trainer()
+            await swarm.join_all(peers - number)
+            async with asyncio.TaskGroup() as tasks:
+                cheats = [
+                    tasks.create_task(cheated.cheat(each, again=True)) for each in range(number)
+                ]
+                first = max(swarm.published)
+                curve: list[float] = []
+                for step in range(1, CHEATED_STEPS + 1):
+                    await swarm.until_published(first + step)
+                    curve.append(cheated.poisoned)
+                for cheat in cheats:
+                    cheat.cancel()
+        honest = cheated.honest
+        return CheatsRow(
+            share=share,
+            step_s=(swarm.published[first + CHEATED_STEPS] - swarm.published[first])
+            / CHEATED_STEPS,
+            keys=cheated.keys,
+            poisoned=curve[-1],
+            tokens_per_key=cheated.cheats.tokens / max(cheated.keys, 1),
+            banned=cheated.honest_banned(),
+            stale=honest.stale / (honest.stale + honest.rollouts),
+            curve=curve,
+        )
+
+
 # -- faults --------------------------------------------------------------------------------------------
 
 
@@ -237,13 +308,19 @@ async def recovered(swarm: SimulatedSwarm, fault: str, names: Sequence[str]) -> 
 # -- output --------------------------------------------------------------------------------------------
 
 
-def judge(rows: Sequence[Row], recoveries: Sequence[Recovery]) -> list[Goal]:
+def judge(
+    rows: Sequence[Row], recoveries: Sequence[Recovery], cheats: Sequence[CheatsRow]
+) -> list[Goal]:
     """Return every goal with the value reached."""
     goals: list[Goal] = []
     for row in rows:
         name = f"{row.peers} peers"
         goals.append(at_most(f"{name}: copies of chunks from the trainer", row.copies, COPIES))
         goals.append(at_most(f"{name}: 99 % to the ideal", row.most_s / row.ideal_s, TIMES, "x"))
+    for row in cheats:
+        name = f"{row.share:.0%} cheat"
+        goals.append(at_most(f"{name}: their tokens in what is learned", row.poisoned, POISONED))
+        goals.append(at_most(f"{name}: honest workers banned", float(row.banned), 0.0))
     for row in recoveries:
         goals.append(at_most(f"{row.fault}: all have the newest", row.all_s, AGAIN_S, "s"))
     return goals
@@ -260,12 +337,18 @@ def show(table: Sequence[Mapping[str, Any]]) -> None:
         print("".join(f"{cell:>12}" for cell in cells))
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the share of workers that have a version over time, for each number of peers."""
+def plot(rows: Sequence[Row], cheats: Sequence[CheatsRow], path: Path) -> None:
+    """Draw the share of workers that have a version over time, and that of cheats' tokens over steps."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.0, 3.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(9.0, 3.5), layout="constrained")
+    axes, poisoned = figure.subplots(1, 2, width_ratios=(3, 2))
+    for cheated in cheats:
+        steps = range(1, len(cheated.curve) + 1)
+        shares = [100 * share for share in cheated.curve]
+        poisoned.plot(steps, shares, label=f"{cheated.share:.0%} cheat")
+    poisoned.set(xlabel="steps", ylabel="% of the learned tokens that are cheats'")
+    poisoned.legend()
     for row in rows:
         shares = [100 * (number + 1) / row.peers for number in range(row.peers)]
         axes.step([0.0, *row.curve], [0.0, *shares], where="post", label=f"{row.peers} peers")
@@ -287,17 +370,10 @@ def simulate_spread(home: Home, peers: int, *, versions: int = VERSIONS) -> Row:
     return simulate(home, partial(spread, peers=peers, versions=versions))
 
 
-def repeatable() -> None:
-    """Start this program again with hashes that are the same in each process, unless they are."""
-    if os.environ.get("PYTHONHASHSEED") != "0":
-        os.environ["PYTHONHASHSEED"] = "0"
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-
-
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(
-        __doc__, f"spread to {QUICK[0]} and {QUICK[-1]} peers alone: three minutes of CPU"
+        __doc__, f"spread to {QUICK[0]} and {QUICK[-1]} peers alone: a quarter of a minute of CPU"
     )
     parser.add_argument("--peers", type=int, action="append", metavar="N", help="of a swarm")
     parser.add_argument("--only", action="append", choices=PARTS, help="some parts")
@@ -310,7 +386,7 @@ def parse() -> argparse.Namespace:
 
 def measure(
     part: str, home: Home, peers: Sequence[int]
-) -> list[Row] | list[LinesRow] | list[Recovery]:
+) -> list[Row] | list[LinesRow] | list[CheatsRow] | list[Recovery]:
     """Return the rows of a part."""
     if part == "spread":
         return [simulate_spread(home, count) for count in peers]
@@ -321,13 +397,17 @@ def measure(
             simulate(replace(short, trainer_up_mbit=trainer, up_mbit=worker), runs)
             for trainer, worker in LINES
         ]
+    if part == "cheats":
+        small = replace(home, step_s=CHEATED_STEP_S, version_bytes=CHEATED_BYTES)
+        return [
+            simulate(small, partial(run_cheats, peers=CHEATED, share=share)) for share in SHARES
+        ]
     return [simulate(home, partial(fault, peers=SOME)) for fault in (partition, restart)]
 
 
 def main() -> int:
     """Simulate, print, and return exit code 0 if every goal was met."""
     options = parse()
-    repeatable()
     logging.disable(logging.ERROR)
     home = Home(seed=options.seed)
     peers = options.peers or (QUICK if options.quick else PEERS)
@@ -338,8 +418,8 @@ def main() -> int:
             tables[part] = list(measure(part, home, peers))
             show([asdict(row) for row in tables[part]])
     if options.plot and tables["spread"]:
-        plot(tables["spread"], options.plot)
-    goals = judge(tables["spread"], tables["recovery"])
+        plot(tables["spread"], tables["cheats"], options.plot)
+    goals = judge(tables["spread"], tables["recovery"], tables["cheats"])
     shown = {part: [asdict(row) for row in table] for part, table in tables.items()}
     return conclude(shown.pop("spread"), goals, options.json, **shown)
 

@@ -1,7 +1,8 @@
 """Access lines of nodes: packets of all streams of a node leave in turns at its rate, and arrive later.
 
 A writer does not wait for its bytes to arrive: a long line is filled. Nothing is lost, and packets of one flow
-keep their order.
+keep their order. A small one does not wait for packets of other flows, as where routers and senders put sparse
+flows first (RFC 8290); what it takes of the line, the next large packet takes longer.
 """
 
 import asyncio
@@ -40,15 +41,24 @@ class _Uplink:
     flows: OrderedDict[Hashable, deque[_Packet]] = field(
         default_factory=OrderedDict[Hashable, deque[_Packet]]
     )
-    busy: bool = False
+    sending: Hashable = None
+    """Flow whose packet is on the line; None: the line is idle."""
+    owed_until: float = 0.0
+    """Time at which the line would have carried the small packets that left at once."""
 
 
 class AccessLines:
     """The lines of all nodes."""
 
-    def __init__(self, line_of: Callable[[bytes], Line], packet: int = PACKET) -> None:
-        """`line_of` is asked once for each node; `packet`: bytes that a line carries at once."""
+    def __init__(
+        self, line_of: Callable[[bytes], Line], packet: int = PACKET, small: int = 0
+    ) -> None:
+        """`line_of` is asked once for each node; `packet`: bytes that a line carries at once.
+
+        `small`: most bytes of a packet that waits for no other flow.
+        """
         self.packet = packet
+        self._small = small
         self._line_of = line_of
         self._uplinks: dict[bytes, _Uplink] = {}
         self._free_at: dict[bytes, float] = {}
@@ -74,13 +84,27 @@ class AccessLines:
         """
         source, target = ends
         uplink = self._uplink(source)
-        uplink.flows.setdefault(flow, deque()).append(_Packet(target, kind, size, arrive))
-        if not uplink.busy:
+        packet = _Packet(target, kind, size, arrive)
+        if size <= self._small and flow not in uplink.flows and flow != uplink.sending:
+            self._owe(uplink, size)
+            self._leave(source, uplink, packet)
+            return
+        uplink.flows.setdefault(flow, deque()).append(packet)
+        if uplink.sending is None:
             self._send_next(source, uplink)
+
+    def count(self, source: bytes, kind: bytes, size: int) -> None:
+        """Count small packets that change nothing where they arrive."""
+        self._owe(self._uplink(source), size)
+        self.sent[source, kind] += size
 
     def drop(self, flow: Hashable, source: bytes) -> None:
         """Forget the packets of `flow` that have not left yet."""
         self._uplink(source).flows.pop(flow, None)
+
+    def _owe(self, uplink: _Uplink, size: int) -> None:
+        now = asyncio.get_running_loop().time()
+        uplink.owed_until = max(now, uplink.owed_until) + size / uplink.line.up
 
     def _uplink(self, node: bytes) -> _Uplink:
         if node not in self._uplinks:
@@ -88,26 +112,30 @@ class AccessLines:
         return self._uplinks[node]
 
     def _send_next(self, source: bytes, uplink: _Uplink) -> None:
-        uplink.busy = bool(uplink.flows)
         if not uplink.flows:
+            uplink.sending = None
             return
+        loop = asyncio.get_running_loop()
         flow, packets = uplink.flows.popitem(last=False)
         packet = packets.popleft()
         if packets:
             uplink.flows[flow] = packets
-        asyncio.get_running_loop().call_later(
-            packet.size / uplink.line.up, self._left, source, uplink, packet
-        )
+        uplink.sending = flow
+        begins = max(loop.time(), uplink.owed_until)
+        loop.call_at(begins + packet.size / uplink.line.up, self._left, source, uplink, packet)
 
     def _left(self, source: bytes, uplink: _Uplink, packet: _Packet) -> None:
+        self._leave(source, uplink, packet)
+        self._send_next(source, uplink)
+
+    def _leave(self, source: bytes, uplink: _Uplink, packet: _Packet) -> None:
         loop = asyncio.get_running_loop()
         self.sent[source, packet.kind] += packet.size
-        due = loop.time() + self.latency_s(source, packet.target)
-        due = max(due, self._free_at.get(packet.target, due))
-        due += packet.size / self._uplink(packet.target).line.down
+        line = self._uplink(packet.target).line
+        due = loop.time() + uplink.line.latency_s + line.latency_s
+        due = max(due, self._free_at.get(packet.target, due)) + packet.size / line.down
         self._free_at[packet.target] = due
         loop.call_at(due, packet.arrive)
-        self._send_next(source, uplink)
 
 
 def uplinks(rates: Mapping[bytes, float]) -> AccessLines:

@@ -97,10 +97,11 @@ class Pipe:
             if room <= 0:
                 await self._changed.wait()
                 continue
-            self._send(bytes(data[:room]), shown)
+            # what cannot change is not copied
+            self._send(data[:room] if data.readonly else bytes(data[:room]), shown)
             data = data[room:]
 
-    def _send(self, data: bytes, shown: Callable[[], None]) -> None:
+    def _send(self, data: bytes | memoryview, shown: Callable[[], None]) -> None:
         self._under_way += len(data)
         lines, (source, target) = self._world.lines, self._ends
         arrive = partial(self._arrive, data, shown)
@@ -110,7 +111,7 @@ class Pipe:
             arrives = partial(self._world.deliver, source, target, arrive)
             lines.send(self, self._ends, self._alpn, len(data), arrives)
 
-    def _arrive(self, data: bytes, shown: Callable[[], None]) -> None:
+    def _arrive(self, data: bytes | memoryview, shown: Callable[[], None]) -> None:
         if self._broken is not None:
             return
         shown()
@@ -236,7 +237,11 @@ class MemoryConnection:
         self._reason: str | None = None
         self.vanished = False
         """Whether this end's node was killed: the other end hears nothing of it, and gets no answer."""
-        self._streams: weakref.WeakSet[MemoryStream] = weakref.WeakSet()
+        self._streams: weakref.WeakValueDictionary[int, MemoryStream] = (
+            weakref.WeakValueDictionary()
+        )
+        """By a number, in order: what a loss does repeats."""
+        self._numbers = itertools.count()
         self._incoming: AsyncQueue[MemoryStream] = AsyncQueue(STREAM_BACKLOG, self._lost)
         self._sent = 0
 
@@ -266,7 +271,7 @@ class MemoryConnection:
         incoming = Pipe(self.world, (there, here), self.alpn)
         stream = MemoryStream(self, incoming, Pipe(self.world, (here, there), self.alpn))
         stream.unseen = True
-        self._streams.add(stream)
+        self._streams[next(self._numbers)] = stream
         return stream
 
     async def accept_stream(self) -> MemoryStream:
@@ -318,7 +323,7 @@ class MemoryConnection:
 
     def admit(self, stream: MemoryStream) -> bool:
         """Queue a stream that the peer opened."""
-        self._streams.add(stream)
+        self._streams[next(self._numbers)] = stream
         return self._incoming.offer(stream)
 
     def lose(self, reason: str) -> None:
@@ -332,7 +337,7 @@ class MemoryConnection:
             return
         self._reason = reason
         self._incoming.close()
-        for stream in list(self._streams):
+        for stream in list(self._streams.values()):
             stream.fail(self._lost)
         self._released(self)
 
@@ -386,6 +391,8 @@ class MemoryDiscovery:
         self._wanted: tuple[str, ...] = ()
         self._neighbours: dict[str, MemoryDiscovery] = {}
         self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._coming: set[bytes] = set()
+        """Digests of the facts that neighbours have sent and that will be here in a moment."""
         self._facts: deque[GossipFact] = deque(maxlen=MAX_FACTS)
         self._arrived = Notifier()
         self._callers: AsyncQueue[tuple[bytes, Stream]] = AsyncQueue(MAX_CALLERS, _left)
@@ -424,8 +431,9 @@ class MemoryDiscovery:
                 f"a gossiped fact has at most {MAX_GOSSIP} bytes, this one {len(sealed)}: "
                 "send it on a stream"
             )
-        self._is_new(sealed)
-        self._spread(sealed)
+        name = digest(sealed)
+        self._is_new(name)
+        self._spread(sealed, name)
 
     async def facts(self) -> AsyncIterator[GossipFact]:
         """Facts from others; ends when the discovery is closed. All iterators share one queue."""
@@ -498,30 +506,41 @@ class MemoryDiscovery:
         """A neighbour is gone."""
         self._neighbours.pop(other.address, None)
 
-    def hear(self, sealed: bytes, source: bytes) -> None:
-        """Take a fact from a neighbour and pass it on, once."""
-        if self._closed or not self._is_new(sealed):
+    def expects(self, name: bytes) -> bool:
+        """Whether a fact with this digest is new; from now on it is on its way. Over lines only."""
+        if name in self._seen or name in self._coming:
+            return False
+        self._coming.add(name)
+        return True
+
+    def hear(self, sealed: bytes, name: bytes, source: bytes) -> None:
+        """Take a fact from a neighbour and pass it on, once; `name` is its digest."""
+        self._coming.discard(name)
+        if self._closed or not self._is_new(name):
             return
         self._facts.append(GossipFact(sealed, source))
         self._arrived.fire()
-        self._spread(sealed, source)
+        self._spread(sealed, name, source)
 
-    def _spread(self, sealed: bytes, source: bytes = b"") -> None:
-        lines = self._world.lines
+    def _spread(self, sealed: bytes, name: bytes, source: bytes = b"") -> None:
+        lines, spared = self._world.lines, 0
         for neighbour in list(self._neighbours.values()):
             if neighbour.node_id == source:
                 continue
             if self._world.loses_gossip(self.node_id, neighbour.node_id):
                 continue
-            hear = partial(neighbour.hear, sealed, self.node_id)
             if lines is None:
-                hear()
-            else:
+                neighbour.hear(sealed, name, self.node_id)
+            elif neighbour.expects(name):
+                hear = partial(neighbour.hear, sealed, name, self.node_id)
                 ends = self.node_id, neighbour.node_id
                 lines.send(ends, ends, GOSSIP, len(sealed), hear)
+            else:
+                spared += 1
+        if lines is not None and spared:  # nobody knows here that they have it: its bytes count
+            lines.count(self.node_id, GOSSIP, spared * len(sealed))
 
-    def _is_new(self, sealed: bytes) -> bool:
-        name = digest(sealed)
+    def _is_new(self, name: bytes) -> bool:
         if name in self._seen:
             return False
         self._seen[name] = None
@@ -624,10 +643,12 @@ class MemoryNetwork:
 
     def is_cut(self, a: bytes, b: bytes) -> bool:
         """Whether partition(a, b) holds."""
-        return frozenset((a, b)) in self._cut
+        return bool(self._cut) and frozenset((a, b)) in self._cut
 
     def loses_gossip(self, source: bytes, target: bytes) -> bool:
         """Whether a fact on its way from `source` to `target` is lost."""
+        if not self._cut and not self._stalled:
+            return False
         link = frozenset((source, target))
         return link in self._cut or link in self._stalled
 
@@ -642,7 +663,10 @@ class MemoryNetwork:
 
     def deliver(self, source: bytes, target: bytes, arrive: Callable[[], None]) -> None:
         """Call `arrive`, which came over a line, unless the link is stalled: then after heal()."""
-        self._hand_over(frozenset((source, target)), arrive)
+        if self._stalled:
+            self._hand_over(frozenset((source, target)), arrive)
+        else:
+            arrive()
 
     def _hand_over(self, link: frozenset[bytes], arrive: Callable[[], None]) -> None:
         if link in self._stalled:

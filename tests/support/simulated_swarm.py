@@ -10,7 +10,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,14 @@ from unittest.mock import patch
 
 from support.access_lines import MBIT_S, AccessLines, Line
 from support.memory_network import MemoryNetwork
+from support.shared_bytes import shared_bytes
 from support.swarm import Running, Swarm, make_model
 from support.witness import Fakes, WitnessBackend, WitnessEngine
 
 from primerl.crypto.hashing import digest
 from primerl.node.ops.metrics import EventLoopMonitor
 from primerl.node.storage.ledger import Ledger
+from primerl.node.trainer.workers import WorkerRegistry
 from primerl.node.training.backend import StepMetrics, TrainBatch
 from primerl.node.weights.payload import CHUNK_SHARE
 from primerl.node.weights.state import Changed, State, Tensor
@@ -34,9 +36,12 @@ WINDOW = 1024 * 1024
 """Bytes that one direction of a stream holds under way and unread."""
 PACKET = 64 * 1024
 """26 ms on a line of 20 Mbit/s; smaller ones take more events, and change little."""
-MESH = 6
-"""Earlier nodes that a node gossips with: twice as many on average, as in GossipSub."""
+SMALL = 1200
+"""Bytes of a datagram of QUIC."""
+MESH = 4
+"""Earlier nodes that a node gossips with: twice as many on average. GossipSub aims at 6, and allows 12."""
 LOOK_S = 0.05
+JOIN_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Home:
             up = self.trainer_up_mbit if node == trainer else self.up_mbit
             return Line(up * MBIT_S, self.down_mbit * MBIT_S, chance.uniform(0.005, 0.020))
 
-        return AccessLines(line, PACKET)
+        return AccessLines(line, PACKET, SMALL)
 
     def ideal_s(self, peers: int) -> float:
         """Return the least time until all have a version, if trainer and peers have the same line up.
@@ -139,15 +144,18 @@ class SimulatedSwarm(Swarm):
             await asyncio.sleep(home.token_s)
 
         self.home = home
+        self._patched = ExitStack()
         self.published: dict[int, float] = {}
         """When each version was published, in seconds of the loop."""
         self.had: defaultdict[int, dict[str, float]] = defaultdict(dict)
         """When each worker had each version."""
+        self.may_end: set[str] = set()
+        """Workers whose end is no failure."""
 
         def ledger(path: Path, *, fsync: bool = True) -> Ledger:
             return TimedLedger(path, self.published, fsync=fsync)
 
-        fakes = Fakes(pause=pause, words=home.version_bytes // 2, named=small_digest)
+        fakes = Fakes(pause=pause, words=home.version_bytes // 2, named=small_digest, last_step=0)
         super().__init__(
             directory,
             make_model(directory / "model"),
@@ -162,9 +170,9 @@ class SimulatedSwarm(Swarm):
         self.network.window = WINDOW
 
     async def __aenter__(self) -> Self:
-        # threads that watch for stalls see time leap
-        self._unwatched = patch.object(EventLoopMonitor, "_look_on", _look_away)
-        self._unwatched.start()
+        # no thread watches for stalls: it would see time leap
+        self._patched.enter_context(patch.object(EventLoopMonitor, "run", _look_away))
+        self._patched.enter_context(shared_bytes())
         return await super().__aenter__()
 
     async def __aexit__(
@@ -174,11 +182,20 @@ class SimulatedSwarm(Swarm):
         trace: TracebackType | None,
     ) -> None:
         await super().__aexit__(kind, error, trace)
-        self._unwatched.stop()
+        self._patched.close()
 
-    def join(self, name: str, **overrides: Any) -> Running:
+    @property
+    def registry(self) -> WorkerRegistry:
+        """The trainer's knowledge of its workers."""
+        assert self.node is not None
+        assert self.node.trainer_role is not None
+        return self.node.trainer_role.scheduler.registry
+
+    def join(
+        self, name: str, *, make_engine: "type[SimulatedEngine] | None" = None, **overrides: Any
+    ) -> Running:
         """Start a worker."""
-        engine = SimulatedEngine(self.fakes, name, partial(self._note, name))
+        engine = (make_engine or SimulatedEngine)(self.fakes, name, partial(self._note, name))
         return self.add_worker(name, engine=engine, **overrides)
 
     def _note(self, name: str, version: int) -> None:
@@ -188,14 +205,15 @@ class SimulatedSwarm(Swarm):
         """See Swarm."""
         return SimulatedBackend(self.fakes, self.home)
 
-    async def join_all(self, peers: int, pause_s: float = 0.2) -> None:
-        """Start that many workers, one after the other, and wait until each has a version."""
+    async def join_all(self, peers: int) -> None:
+        """Start that many workers within JOIN_S; once each has a version, let the learner begin."""
         for number in range(peers):
             self.join(f"w{number}")
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(JOIN_S / peers)
         while len(set().union(*self.had.values())) < peers:
             self._raise_failures()
             await asyncio.sleep(LOOK_S)
+        self.fakes.go.set()
 
     async def until_published(self, version: int) -> None:
         """Wait until a version is published."""
@@ -224,13 +242,15 @@ class SimulatedSwarm(Swarm):
         return sorted(self.reached(name, version) - began for name in names)
 
     def _raise_failures(self) -> None:
-        for running in (self.trainer, *self.workers.values()):
+        workers = (one for name, one in self.workers.items() if name not in self.may_end)
+        for running in (self.trainer, *workers):
             if running.task is not None and running.task.done():
                 running.task.result()
 
 
-def _look_away(*_: object) -> None:
+async def _look_away(_: EventLoopMonitor) -> None:
     """Watch nothing."""
+    await asyncio.Event().wait()
 
 
 def share_at(seconds: Sequence[float], share: float) -> float:

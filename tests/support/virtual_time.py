@@ -2,7 +2,11 @@
 
 import asyncio
 import functools
+import gc
 import hashlib
+import heapq
+import itertools
+import math
 import random
 import selectors
 import sys
@@ -17,8 +21,12 @@ from unittest.mock import patch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LOOK_EVERY = 16
-"""Turns of a loop that has work between two looks at its sockets."""
+LOOK_EVERY, LOOK_SELDOM = 16, 256
+"""Turns of a loop between two looks at its sockets: while it has work, and in a simulation from a seed, which
+has no use for them."""
+FAR_S = 1.0
+"""Timers further away are sorted later: most of them are deadlines that are cancelled before."""
+COLLECT_S = 60.0
 FIXED_DATE = 1_800_000_000.0
 """Unix seconds."""
 
@@ -28,15 +36,46 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now = 1000.0
-        super().__init__(_Leaping(self))
+        self._collected = math.inf
+        self._far: dict[int, list[asyncio.TimerHandle]] = {}
+        """Timers by the second in which they are due."""
+        self.selector = _Leaping(self)
+        super().__init__(self.selector)
 
     def time(self) -> float:
         """Seconds of this loop's clock."""
         return self._now
 
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """See BaseEventLoop."""
+        if when - self._now < FAR_S or when == math.inf:
+            return super().call_at(when, callback, *args, context=context)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        second = int(when)
+        if second not in self._far:
+            self._far[second] = []
+            super().call_at(second, self._come_near, second)
+        self._far[second].append(timer)
+        return timer
+
+    def _come_near(self, second: int) -> None:
+        for timer in self._far.pop(second):
+            if not timer.cancelled():
+                timer._scheduled = True  # type: ignore[attr-defined]
+                heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+
     def leap(self, seconds: float) -> None:
         """Let so much time pass."""
         self._now += seconds
+        if self._now - self._collected >= COLLECT_S:
+            self.collect()
+
+    def collect(self) -> None:
+        """Collect what nothing refers to, and again every COLLECT_S: what has a finalizer ends then."""
+        gc.collect()
+        self._collected = self._now
 
     def run_in_executor(
         self, executor: Any, func: Callable[..., T], *args: Any
@@ -50,14 +89,40 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
 
+class _NumberedTask(asyncio.Task[Any]):
+    """A task that is in sets by its number, not by its address, which another process gives to another one."""
+
+    def __init__(self, number: int, coroutine: Any, **options: Any) -> None:
+        self._number = number
+        super().__init__(coroutine, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _number_tasks(loop: asyncio.AbstractEventLoop, patched: ExitStack) -> None:
+    numbers = itertools.count()
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> _NumberedTask:
+        return _NumberedTask(next(numbers), coroutine, loop=loop, **options)
+
+    loop.set_task_factory(make)
+    patched.callback(loop.set_task_factory, None)
+
+
 class _Leaping(selectors.DefaultSelector):
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
         self._calls = 0
+        self.seldom = False
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._calls += 1
+        if timeout is not None and self._calls % LOOK_SELDOM and self.seldom:
+            if timeout > 0:
+                self._loop.leap(timeout)
+            return []
         if timeout == 0 and self._calls % LOOK_EVERY:
             return []
         events = super().select(0)
@@ -70,17 +135,21 @@ def run(work: Coroutine[Any, Any, T], *, seed: int | None = None) -> T:
     """Run `work` on a clock of its own, which time.monotonic() tells too meanwhile.
 
     With a `seed`, time.time() and the clocks that are defaults of arguments tell it too, from FIXED_DATE on,
-    and all randomness comes from the seed: what is run again does the same, in another process if both have
-    the same PYTHONHASHSEED.
+    and all randomness comes from the seed: what is run again does the same, in another process too.
     """
     with ExitStack() as patched, asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        clock = runner.get_loop().time
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualLoop)
+        clock = loop.time
         clocks: dict[Any, Any] = {time.monotonic: clock}
         if seed is not None:
             began = clock()
             clocks[time.time] = lambda: FIXED_DATE + clock() - began
             _replace_defaults(clocks, patched)
             _seed(seed, patched)
+            _collect_by(loop, patched)
+            loop.selector.seldom = True
+            _number_tasks(loop, patched)
         for real, virtual in clocks.items():
             patched.enter_context(patch.object(time, real.__name__, virtual))
         return runner.run(work)
@@ -108,6 +177,20 @@ def _functions() -> Iterator[FunctionType]:
 
 def _clock(value: Any, clocks: Mapping[Any, Any]) -> Any:
     return clocks.get(value, value) if callable(value) else value
+
+
+def _collect_by(loop: VirtualLoop, patched: ExitStack) -> None:
+    """Let the garbage collector run by the virtual clock alone, until `patched` ends.
+
+    It runs by itself once so much was allocated, which differs between processes, and ends streams that their
+    owners forgot.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    loop.collect()
+    patched.callback(gc.unfreeze)
+    patched.callback(gc.enable)
 
 
 def _seed(seed: int, patched: ExitStack) -> None:

@@ -23,6 +23,8 @@ from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.node.errors import NetworkError, StorageError
+from primerl.node.p2p.download import Fetch
+from primerl.node.p2p.download_state import ChunkDownload
 from primerl.node.p2p.rpc import Refused, receive, send
 from primerl.node.p2p.transport import Stream, TransportError, Unreachable
 from primerl.node.storage.chunk_store import FileStore
@@ -382,3 +384,22 @@ async def test_a_path_that_leads_nowhere_either_does_not_keep_us_from_the_usual_
             await worker.fetch(refs(chunks), [], origin)
         assert worker.holds(refs(chunks))
         assert 1 <= len(tcp.asked) <= 4
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "place_s"), [(None, 0.1), (0.04, 0.01), (0.8, 0.1), (2.4, 0.3), (6.0, 0.5)]
+)
+@on_virtual_time
+async def test_a_source_keeps_its_place_for_a_share_of_the_usual_time(
+    usual_s: float | None, place_s: float
+) -> None:
+    """Where a chunk takes 0.2 s, as at homes, an honest source with a queue is not replaced after 0.1."""
+    async with ExchangeNetwork() as world:
+        worker, source = world.add("worker"), world.add("source")
+        chunks = {chunk.digest: chunk for chunk in refs(payload(2))}
+        state = Fetch(worker.fetcher, chunks, source.id, set(), usual_s).state
+        chunk = next(iter(chunks.values()))
+        state.claim(source.id, [chunk.digest])
+        state.begin(chunk, ChunkDownload(source.id, begun=10.0, touched=10.0))
+        assert state.gives(source.id, 10.0 + 0.9 * place_s)
+        assert not state.gives(source.id, 10.0 + 1.1 * place_s)

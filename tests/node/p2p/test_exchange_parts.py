@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from support.exchange_world import payload
 from support.exchange_world import references as refs
+from support.virtual_time import on_virtual_time
 from support.waiting import until
 
 from primerl.node.p2p import peers, serve
@@ -556,12 +557,17 @@ def test_requests_that_fail_together_on_the_usual_path_do_not_end_the_detour() -
     assert standing.detoured(A, 1.0)
 
 
-def test_a_watch_hears_of_its_own_chunks_only() -> None:
+@on_virtual_time
+async def test_a_watch_hears_of_its_own_chunks_only_and_of_those_that_come_together_once() -> None:
     arrivals = serve.ChunkArrivals()
     with arrivals.watching([X, Y]) as watch:
         arrivals.arrived(Z)
+        await asyncio.sleep(2 * serve.NEWS_BATCH_S)
         assert not watch.news.is_set()
         arrivals.arrived(Y)
+        assert not watch.news.is_set(), "another may come in a moment"
+        await asyncio.sleep(2 * serve.NEWS_BATCH_S)
+        assert watch.news.is_set()
         arrivals.arrived(Y)
         assert watch.held == b"\x02"
         assert not watch.complete

@@ -8,8 +8,10 @@ from support.protocol_cases import TRAINER
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.peers import DROPPED, MAX_PEERS, PeerTable
 from primerl.protocol.envelope import Purpose, seal
-from primerl.protocol.manifests import PeerRecord
+from primerl.protocol.manifests import Holding, PeerRecord
 from primerl.protocol.version import ALPN_CONTROL
+
+SOME, OTHER = b"s" * 32, b"o" * 32
 
 
 def test_a_flood_of_nodes_that_nobody_saw_costs_neither_memory_nor_those_that_we_know() -> None:
@@ -81,3 +83,33 @@ async def test_bytes_of_a_connection_that_ended_unnoticed_are_not_forgotten() ->
     assert table.get(b"t" * 32).traffic() == before
     table.disconnected(b"t" * 32, connection)
     assert table.get(b"t" * 32).traffic() == before
+
+
+def test_a_peer_that_failed_counts_for_less_until_enough_has_come_from_others() -> None:
+    table = PeerTable()
+    for _ in range(3):
+        table.failed(SOME)
+    after, weight = table.reliability(SOME), table.weight(SOME)
+    assert after < 0.6
+    table.served(OTHER, 1000, 1.0)
+    assert after < table.reliability(SOME) < 1.0
+    assert weight < table.weight(SOME) < table.weight(OTHER), "in the rates of those that served"
+    for _ in range(2000):
+        table.served(OTHER, 1000, 1.0)
+    assert table.reliability(SOME) == 1.0
+    assert table.weight(SOME) == table.weight(OTHER)
+
+
+def test_a_peer_that_was_forgotten_holds_nothing_and_sets_no_rate() -> None:
+    table = PeerTable()
+    record, _ = record_of("10.0.0.1:1", 0.0)
+    some = record.node
+    table.learn(record, b"")
+    table.hold(Holding(some, 0, 5, True), 100.0)
+    table.served(some, 1000, 1.0)
+    assert table.holders(0, 5, 99.0) == [some]
+    assert table.holders(0, 5, 101.0) == []
+    assert table.weight(OTHER) == 1000.0
+    table.forget(some)
+    assert table.holders(0, 5, 99.0) == []
+    assert table.weight(OTHER) == 1.0
