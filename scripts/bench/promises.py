@@ -10,7 +10,7 @@ import re
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -122,10 +122,14 @@ def _lost(trainer: Records, others: Sequence[Records], witness: Witness) -> Iter
     for name in sorted(witness.receipts - received):
         yield f"submission {name.hex()[:10]} had a receipt and is lost"
     arrivals = sorted(trainer.inbox)
-    yield from (f"submissions {a + 1} to {b - 1} are lost" for a, b in pairwise(arrivals) if b > a + 1)
+    yield from (
+        f"submissions {a + 1} to {b - 1} are lost" for a, b in pairwise(arrivals) if b > a + 1
+    )
     judged = [arrival for arrival, _ in trainer.verdicts if arrival is not None]
     yield from (f"the verdict on submission {at} is of none" for at in set(judged) - set(arrivals))
-    yield from (f"submission {at} has several verdicts" for at in set(judged) if judged.count(at) > 1)
+    yield from (
+        f"submission {at} has several verdicts" for at in set(judged) if judged.count(at) > 1
+    )
     versions = [version for _, version in sorted(trainer.heads)]
     gaps = [(a, b) for a, b in pairwise(versions) if b != a + 1]
     yield from (f"version {b} follows version {a}" for a, b in gaps)
@@ -200,9 +204,7 @@ def saved_parts(run_dir: Path) -> Iterator[tuple[int, Mapping[str, bytes]]]:
 # -- nothing unverified ----------------------------------------------------------------------------
 
 
-def _unverified(
-    trainer: Records, nodes: Sequence[Records], witness: Witness
-) -> Iterator[str]:
+def _unverified(trainer: Records, nodes: Sequence[Records], witness: Witness) -> Iterator[str]:
     """Chunks that are not what their names say, heads that the trainer did not sign, states of none."""
     states: dict[int, bytes] = {}
     for records in nodes:
@@ -320,7 +322,9 @@ def read_ledger(directory: Path) -> Records:
             {(epoch, version): (sealed, document) for epoch, version, sealed, document in heads},
             {
                 arrival: (name, lease)
-                for arrival, name, lease in db.execute("SELECT arrival, digest, lease_id FROM inbox")
+                for arrival, name, lease in db.execute(
+                    "SELECT arrival, digest, lease_id FROM inbox"
+                )
             },
             db.execute("SELECT arrival, sealed FROM verdicts").fetchall(),
             dict(db.execute("SELECT digest, lease_id FROM spool")),
@@ -328,7 +332,7 @@ def read_ledger(directory: Path) -> Records:
 
 
 @contextmanager
-def open_copy(path: Path) -> Iterator[sqlite3.Connection]:
+def open_copy(path: Path) -> Generator[sqlite3.Connection]:
     """Open a copy of a database with its log: recovery of the log changes nothing in the original."""
     with tempfile.TemporaryDirectory(prefix="primerl-promises-") as name:
         for file in (path, path.with_name(f"{path.name}-wal")):

@@ -37,9 +37,9 @@ from primerl.node.inference.engine import GenerateRequest
 from primerl.node.storage.ledger import HonestRollout, Ledger
 from primerl.node.storage.rollouts import RolloutFiles
 from primerl.node.storage.run_files import holds_run
+from primerl.node.trainer.state import state_of
 from primerl.node.training.backend import StepMetrics, TrainBatch
 from primerl.node.training.buffer import BufferSnapshot
-from primerl.node.trainer.state import state_of
 from primerl.node.training.checkpoint import Checkpoints
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
 from primerl.node.weights.state import State
