@@ -46,6 +46,8 @@ START_S = 240.0
 RECOVERY_S = 180.0
 """Longest wait for work after a fault: a Cost is less."""
 DISK_MB = {TRAINER: 768, AMY: 256, BEA: 256, GUEST: 256}
+SETTLED = 20
+"""Version from which on the workers are no newcomers."""
 LOOK_S = 0.2
 RESTART_S = 2.0
 REFUSED = re.compile(r"lease (\d+) was refused")
@@ -176,12 +178,13 @@ class RealSwarm:
         return TRAINER if role == TRAINER else WORKERS[self._turn % len(WORKERS)]
 
     def start(self) -> None:
-        """Start all nodes and wait until both workers have work accepted."""
+        """Start all nodes and wait until both workers have proved themselves."""
         self.start_trainer()
         self.wait(self.ticket.exists, START_S, "a ticket")
         for name in WORKERS:
             self.start_worker(name)
         self.wait(lambda: all(self.judged().values()), START_S, "accepted work")
+        self.wait(lambda: self.watch.newest >= SETTLED, START_S, f"version {SETTLED}")
         self.sound = True
 
     def start_trainer(self, **environment: str) -> None:
