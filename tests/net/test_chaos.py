@@ -184,9 +184,9 @@ def test_a_node_that_gets_no_more_of_a_resource_says_so_and_goes_on(
 
 @contextmanager
 def limited(process: psutil.Process, kind: str) -> Generator[None]:
-    """Give a process no further files, or 16 MB of address space, while the block lasts."""
+    """Give a process no further file, or no further address space, while the block lasts."""
     resource = psutil.RLIMIT_NOFILE if kind == "files" else psutil.RLIMIT_AS
-    most = process.num_fds() if kind == "files" else process.memory_info().vms + (16 << 20)
+    most = process.num_fds() if kind == "files" else process.memory_info().vms
     soft, hard = process.rlimit(resource)
     process.rlimit(resource, (most, hard))
     try:

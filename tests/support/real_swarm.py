@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -197,12 +198,10 @@ class RealSwarm:
             **environment,
         )  # fmt: skip
 
-    def start_worker(self, name: str, *arguments: str, **environment: str) -> None:
-        """Start a worker, or start it again."""
-        where = ("--data-dir", str(self.data(name)), "--ticket", str(self.ticket))
-        self._start(
-            name, self.data(name), *program(), "join", *where, *arguments, **environment
-        )  # fmt: skip
+    def start_worker(self, name: str, **environment: str) -> None:
+        """Start a worker, or start it again; it waits for a trainer that has stopped."""
+        where = ("--data-dir", str(self.data(name)), "--ticket", str(self.ticket), "--wait")
+        self._start(name, self.data(name), *program(), "join", *where, **environment)
 
     def _start(self, name: str, data: Path, *command: str, **environment: str) -> None:
         known = {
@@ -236,7 +235,7 @@ class RealSwarm:
         if name == TRAINER:
             self.start_trainer(**environment)
         else:
-            self.start_worker(name, "--wait", **environment)
+            self.start_worker(name, **environment)
 
     def attack(self, name: str, keys: int) -> "subprocess.Popen[bytes]":
         """Start an attack of floods.py at the place of the guest; the caller ends it."""
@@ -290,9 +289,9 @@ class RealSwarm:
         """Return `primerl-node status --json`; empty if the node does not answer."""
         return self.nodes[name].ask("status") or {}
 
-    def lost_rollouts(self) -> int:
-        """Count the rollouts that the trainer rejected."""
-        return sum(self.status(TRAINER).get("rejected", {}).values())
+    def rejected(self) -> Counter[str]:
+        """Count the rollouts that the trainer rejected, by reason."""
+        return Counter(self.status(TRAINER).get("rejected", {}))
 
     def words(self, name: str, since: float) -> list[str]:
         """Return the lines of a node's log since a time, Unix seconds."""
@@ -322,20 +321,16 @@ class RealSwarm:
     def fault(self, name: str, limit: Cost, *hit: str) -> Generator[None]:
         """Play a fault that hits these workers; then wait until it is overcome, and judge."""
         self.sound = False
-        lost, began = self.lost_rollouts(), time.time()
+        rejected, began = self.rejected(), time.time()
         before = promises.marks(self.run_dir, [self.data(worker) for worker in WORKERS], began)
         self.watch.reset()
         yield
         back_s = self._recover(hit or WORKERS)
-        cost = Cost(
-            self.watch.again,
-            self.watch.longest_s,
-            back_s,
-            max(0, self.lost_rollouts() - lost),
-        )
+        lost = self.rejected() - rejected
+        cost = Cost(self.watch.again, self.watch.longest_s, back_s, lost.total())
         faults = self.broken(before)
         self.report.append((name, limit, cost))
-        print(f"\ncost: {json.dumps([name, asdict(limit), asdict(cost)])}")
+        print(f"\ncost: {json.dumps([name, asdict(limit), asdict(cost), lost])}")
         assert not faults, faults
         assert not (above := cost.above(limit)), above
         self.sound = True
