@@ -1,4 +1,4 @@
-"""Faults on real nodes, each with the most that it may cost; docs/scale.md has what it did cost.
+"""Faults on real nodes, each with the most that it may cost; docs/operating.md has what it did cost.
 
 One trainer and two workers play all of these, one after the other; new ones do after a test that failed.
 Needs root, iproute2 and /dev/net/tun.
@@ -224,7 +224,7 @@ def test_a_slow_disk_slows_the_run_and_does_not_stop_it(swarm: RealSwarm, role: 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("offset", ["+10m", "-10m", "+1d", "-1d"])
+@pytest.mark.parametrize("offset", ["+10m", "-1d"])
 def test_a_worker_with_a_wrong_clock_says_so_and_the_others_go_on(
     swarm: RealSwarm, offset: str
 ) -> None:
