@@ -134,12 +134,8 @@ def test_a_worker_whose_packets_vanish_one_way_comes_back(swarm: RealSwarm, way:
 @pytest.mark.nightly
 def test_a_worker_that_changes_its_address_keeps_its_place(swarm: RealSwarm) -> None:
     name = swarm.choose("worker")
-    old, new = swarm.network.address(NAMES.index(name)), f"10.77.0.{random.randrange(100, 200)}"
     with swarm.fault("change of address", Cost(0, 30, 120, 400), name):
-        swarm.ip(name, "address", "del", f"{old}/24", "dev", "eth0")
-        swarm.ip(name, "address", "add", f"{new}/24", "dev", "eth0")
-    swarm.ip(name, "address", "add", f"{old}/24", "dev", "eth0")
-    swarm.ip(name, "address", "del", f"{new}/24", "dev", "eth0")
+        swarm.move(name)
 
 
 # -- processes -------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
             await swarm.crash_trainer()
 
     asyncio.run(play())
+    assert promises.broken(directory / RUN, [directory / "w1"]) == []
     return directory
 
 
@@ -99,10 +100,8 @@ def test_a_broken_promise_is_found(run: Path, tmp_path: Path, what: str) -> None
     damage, fault = BREAKS[what]
     directory = tmp_path / "copy"
     shutil.copytree(run, directory, ignore=shutil.ignore_patterns("*.sock"))
-    run_dir, workers = directory / RUN, [directory / "w1"]
-    assert promises.broken(run_dir, workers) == []
     damage(directory)
-    faults = promises.broken(run_dir, workers)
+    faults = promises.broken(directory / RUN, [directory / "w1"])
     assert any(re.search(fault, text) for text in faults), faults
 
 

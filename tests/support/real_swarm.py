@@ -30,7 +30,7 @@ from primerl.scripts.bench import promises
 from primerl.scripts.bench.emulated_links import EmulatedStar
 from primerl.scripts.bench.promises import Witness
 from primerl.scripts.bench.service_node import Node
-from primerl.scripts.bench.swarm_links import Link
+from primerl.scripts.bench.swarm_links import SUBNET, Link
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = Link(up=20.0, down=100.0, delay_ms=5.0)
@@ -142,7 +142,7 @@ class RealSwarm:
         """Length of a node's log when it was started."""
         self.report: list[tuple[str, Cost, Cost]] = []
         """(fault, what it may cost, what it cost)."""
-        self._turn = 0
+        self._turn = self._moves = 0
         self.sound = False
         """Whether the next fault may be played on these nodes."""
         self._disks = ExitStack()
@@ -262,6 +262,8 @@ class RealSwarm:
             if node.runs:
                 node.send(signal.SIGKILL)
                 node.stop(5.0)
+        for index, name in enumerate(NAMES):
+            self._place(name, self.network.address(index))
         self._disks.close()
 
     # -- what is known -------------------------------------------------------------------------
@@ -396,10 +398,15 @@ class RealSwarm:
         assert process is not None
         return psutil.Process(process.pid)
 
-    def ip(self, name: str, *arguments: str) -> None:
-        """Run `ip` at the place of a node."""
-        inside = self.network.inside(NAMES.index(name))
-        subprocess.run([*inside, "ip", *arguments], check=True)
+    def move(self, name: str) -> None:
+        """Give a node another address."""
+        self._moves += 1
+        self._place(name, f"{SUBNET}.{len(NAMES) + self._moves}")
+
+    def _place(self, name: str, address: str) -> None:
+        for change in (("flush", "dev", "eth0"), ("add", f"{address}/24", "dev", "eth0")):
+            inside = self.network.inside(NAMES.index(name))
+            subprocess.run([*inside, "ip", "address", *change], check=True)
 
     def says(self, name: str) -> str:
         """Return what a node says that it waits for, or warns of."""
