@@ -110,7 +110,7 @@ async def start_server(
         server = await asyncio.start_unix_server(
             accept, sock=listener, limit=limit, backlog=ACCEPTS_AT_ONCE
         )
-    except BaseException:
+    except BaseException:  # close the unused socket, even when interrupted
         listener.close()
         raise
     listener.listen(BACKLOG)  # asyncio has made the queue as short as that
