@@ -132,6 +132,8 @@ def ask(data_dir: Path, command: str, **arguments: Any) -> Any:
         ) from error
     except (TimeoutError, OSError) as error:
         raise NetworkError(f"the node in {data_dir} does not answer: {error}") from error
+    if not reply.endswith(b"\n"):
+        raise NetworkError(f"the node in {data_dir} ended before it had answered")
     answer = json.loads(reply)
     if "error" in answer:
         raise NodeError(str(answer["error"]))

@@ -47,7 +47,7 @@ START_S = 240.0
 RECOVERY_S = 180.0
 """Longest wait for work after a fault: a Cost is less."""
 DISK_MB = {TRAINER: 768, AMY: 256, BEA: 256, GUEST: 256}
-SETTLED = 20
+SETTLED = 10
 """Version from which on the workers are no newcomers."""
 LOOK_S = 0.2
 RESTART_S = 2.0

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,24 @@ def test_the_runtime_directory_goes_before_the_home(tmp_path: Path) -> None:
     assert registry_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "primerl"
     for environ in ({}, {"XDG_RUNTIME_DIR": str(tmp_path / "absent")}):
         assert registry_directory(environ) == Path.home() / ".primerl" / "running"
+
+
+@pytest.mark.parametrize("reply", [b"", b'{"data": {"step"'])
+def test_a_node_that_is_killed_while_it_answers_is_named(reply: bytes) -> None:
+    """Found by a trainer that ran out of files: `status` ended in a traceback of a JSON decoder."""
+    with (
+        tempfile.TemporaryDirectory(prefix="prl") as folder,
+        socket.socket(socket.AF_UNIX) as server,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        server.bind(f"{folder}/control.sock")
+        server.listen()
+        asked = thread.submit(ask, Path(folder), "status")
+        with server.accept()[0] as connection:
+            connection.recv(1024)
+            connection.sendall(reply)
+        with pytest.raises(NetworkError, match="ended before it had answered"):
+            asked.result(10.0)
 
 
 def test_a_node_that_ends_while_it_answers_hangs_up_and_logs_nothing(
