@@ -33,6 +33,10 @@ from primerl.scripts.bench.swarm_links import Link, Unavailable
 
 pytestmark = pytest.mark.timeout(600)
 
+ROOM = 16 << 20
+"""Bytes that a process without memory may still have: without any, CPython waits for ever for a thread that could
+not begin (Thread.start), which only the watchdog of a service ends."""
+
 
 class World:
     """The nodes that the tests of this file play on; made when they are needed, and again after a failure."""
@@ -180,9 +184,9 @@ def test_a_node_that_gets_no_more_of_a_resource_says_so_and_goes_on(
 
 @contextmanager
 def limited(process: psutil.Process, kind: str) -> Generator[None]:
-    """Give a process no further file, or no further address space, while the block lasts."""
+    """Give a process no further file, or little further address space, while the block lasts."""
     resource = psutil.RLIMIT_NOFILE if kind == "files" else psutil.RLIMIT_AS
-    most = process.num_fds() if kind == "files" else process.memory_info().vms
+    most = process.num_fds() if kind == "files" else process.memory_info().vms + ROOM
     soft, hard = process.rlimit(resource)
     process.rlimit(resource, (most, hard))
     try:

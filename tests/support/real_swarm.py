@@ -106,7 +106,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S):
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error):  # it is locked, or begins
                 self._look()
 
     def _look(self) -> None:
