@@ -34,8 +34,8 @@ from primerl.scripts.bench.swarm_links import Link, Unavailable
 pytestmark = pytest.mark.timeout(600)
 
 ROOM = 16 << 20
-"""Bytes that a process without memory may still have: without any, CPython waits for ever for a thread that could
-not begin (Thread.start), which only the watchdog of a service ends."""
+"""Bytes that a process without memory may still have: without any, CPython waits for ever for a thread that
+could not begin (Thread.start), which only the watchdog of a service ends."""
 
 
 class World:
