@@ -23,9 +23,9 @@ from support.real_swarm import (
     Cost,
     RealSwarm,
     clock_environment,
+    fill_disk,
     resize_disk,
     slow_disk,
-    used_kilobytes,
 )
 
 from primerl.scripts.bench.emulated_links import EmulatedStar, emulated_star
@@ -205,9 +205,9 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_named(swarm: RealSwarm, role
     name = swarm.choose(role)
     place, began = swarm.directory / name, time.time()
     with swarm.fault(f"full disk, 30 s, {role}", Cost(1, 120, 90, 400), *hit_by(name)):
-        resize_disk(place, used_kilobytes(place))
+        fill_disk(place)
         time.sleep(30.0)
-        resize_disk(place, DISK_MB[name] * 1024)
+        assert resize_disk(place, DISK_MB[name] * 1024)
         swarm.wait_running(name)
     log = (swarm.directory / f"{name}.log").read_text()
     assert "No space left" in log or any("space" in line for line in swarm.words(name, began))

@@ -50,6 +50,8 @@ DISK_MB = {TRAINER: 768, AMY: 256, BEA: 256, GUEST: 256}
 SETTLED = 10
 """Version from which on the workers are no newcomers."""
 LOOK_S = 0.2
+FILLING = 100
+"""Tries to find a moment at which nothing is written."""
 RESTART_S = 2.0
 REFUSED = re.compile(r"lease (\d+) was refused")
 
@@ -439,16 +441,21 @@ def small_disk(place: Path, megabytes: int) -> Generator[None]:
         subprocess.run(["umount", "--lazy", str(place)], check=False)
 
 
-def resize_disk(place: Path, kilobytes: int) -> None:
-    """Change the size of a small disk: to what is used it is full, and nothing has to be written."""
+def fill_disk(place: Path) -> None:
+    """Make a small disk as large as what is on it: it is full, and nothing has to be written."""
+    for _ in range(FILLING):
+        status = os.statvfs(place)
+        used = (status.f_blocks - status.f_bfree) * status.f_frsize // 1024
+        if resize_disk(place, used):
+            return
+    raise AssertionError(f"{place} is written to without a pause")
+
+
+def resize_disk(place: Path, kilobytes: int) -> bool:
+    """Change the size of a small disk; False where more is on it."""
     size = f"remount,size={kilobytes}k"
-    subprocess.run(["mount", "-o", size, str(place)], check=True)
-
-
-def used_kilobytes(place: Path) -> int:
-    """Return what is used of a disk."""
-    status = os.statvfs(place)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize // 1024
+    done = subprocess.run(["mount", "-o", size, str(place)], check=False, capture_output=True)
+    return done.returncode == 0
 
 
 def clock_environment(file: Path) -> Mapping[str, str]:
