@@ -245,7 +245,7 @@ def test_a_workers_clock_that_jumps_and_comes_back_costs_no_place(
     name = swarm.choose("worker")
     file = swarm.directory / name / "clock"
     file.write_text("+0")
-    with swarm.fault(f"clock jumps by {offset}, 20 s", Cost(0, 30, 120, 400), name):
+    with swarm.fault(f"clock jumps by {offset}, 20 s", Cost(0, 60, 120, 400), name):
         swarm.restart(name, **clock_environment(file))
         swarm.wait_work(name)
         file.write_text(offset)
