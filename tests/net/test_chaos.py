@@ -274,14 +274,13 @@ def test_a_trainer_with_a_clock_behind_what_it_signed_says_so(
 @pytest.mark.parametrize(("attack", "keys"), [("drip", 2), ("idle", 48), ("requests", 8)])
 def test_a_hostile_peer_does_not_stop_the_run(swarm: RealSwarm, attack: str, keys: int) -> None:
     with swarm.fault(f"{attack}, {keys} keys, 20 s", Cost(0, 30, 60, 400)):
-        attacker = swarm.attack(attack, keys)
-        try:
-            time.sleep(20.0)
-            swarm.wait_work(*WORKERS)
-            assert attacker.poll() is None, "the attacker ended by itself"
-        finally:
-            attacker.kill()
-            attacker.wait()
+        with swarm.attack(attack, keys) as attacker:
+            try:
+                time.sleep(20.0)
+                swarm.wait_work(*WORKERS)
+                assert attacker.poll() is None, "the attacker ended by itself"
+            finally:
+                attacker.kill()
 
 
 def hit_by(name: str) -> tuple[str, ...]:

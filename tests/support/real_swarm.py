@@ -240,7 +240,7 @@ class RealSwarm:
             self.start_worker(name, **environment)
 
     def attack(self, name: str, keys: int) -> "subprocess.Popen[bytes]":
-        """Start an attack of floods.py at the place of the guest; the caller ends it."""
+        """Start an attack of floods.py at the place of the guest; the caller kills it."""
         program = str(ROOT / "scripts" / "bench" / "floods.py")
         ticket = self.ticket.read_text().strip()
         options = ("--attack", name, "--keys", str(keys), "--ticket", ticket, "--host", "0.0.0.0")
