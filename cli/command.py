@@ -404,7 +404,10 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     manager = service_manager()
 
     async def supervised() -> T:
+        from ..node.process.unix_sockets import explain_lack_of_files
+
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(explain_lack_of_files)
         beside = [
             loop.create_task(manager.keep_alive(), name="watchdog"),
             loop.create_task(freeze_after_start(), name="freeze"),

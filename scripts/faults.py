@@ -170,6 +170,13 @@ FAULTS = (
     ),
     # -- resume points
     Fault(
+        "a resume point does not name the later work that it contains",
+        "node/trainer/loop.py",
+        "used=sorted(progress.used),",
+        "used=[],",
+        ("test_a_resumed_run_knows_whose_unjudged_work_its_buffer_contains",),
+    ),
+    Fault(
         "a version is announced before a resume can go on from it",
         "node/trainer/loop.py",
         "await self.publisher.publish(step, policy, before_announcing=durable)",

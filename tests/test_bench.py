@@ -36,7 +36,7 @@ PARTS = {
         "trained_model",
     ),
     *("engine_alone", "pipeline_stage", "swarm_node", "swarm_shardcast_node", "worker_nodes"),
-    *("swarm_links", "trained_model", "wan"),
+    *("emulated_links", "promises", "service_node", "swarm_links", "trained_model", "wan"),
 }
 """What benchmarks share, and the processes that they start."""
 NAMES = sorted({path.stem for path in BENCH.glob("*.py")} - {"run_taskset", "small_trl"})

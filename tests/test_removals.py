@@ -98,6 +98,7 @@ KNOWN = {
     ("scripts/bench/models.py", "unlink"): (1, "weights in a temporary directory"),
     ("scripts/bench/pipeline.py", "rename"): (2, "files of the bench in its own directory"),
     ("scripts/bench/pipeline.py", "unlink"): (1, "whole-N.json of an earlier bench in --keep"),
+    ("scripts/bench/promises.py", "copyfile"): (1, "a ledger into a temporary directory"),
     ("scripts/bench/soak.py", "copy"): (3, "logs of the nodes into --logs"),
     ("scripts/bench/soak.py", "copytree"): (1, "a node's directory into the bench's own"),
     ("scripts/bench/soak.py", "unlink"): (1, "what filled a disk of the bench"),

@@ -23,7 +23,7 @@ import msgspec
 
 from ..config.paths import home_directory
 from ..errors import BAD_FILE, BusyError, NetworkError, NodeError
-from ..process.unix_sockets import answers, connected, remove_socket, short
+from ..process.unix_sockets import answers, connected, remove_socket, start_server
 from ..storage.run_files import socket_path
 from ..tasks import end_tasks
 from .figures import NodeFigures, PeerRow, Status
@@ -54,8 +54,7 @@ class ControlServer:
                     f"a node already runs in {self._path.parent}: stop it, or choose another --data-dir"
                 )
             remove_socket(self._path)
-        with short(self._path) as name:
-            self._server = await asyncio.start_unix_server(self._serve, name, limit=MAX_LINE)
+        self._server = await start_server(self._serve, self._path, limit=MAX_LINE)
         self._path.chmod(0o600)
 
     async def close(self) -> None:
@@ -133,6 +132,8 @@ def ask(data_dir: Path, command: str, **arguments: Any) -> Any:
         ) from error
     except (TimeoutError, OSError) as error:
         raise NetworkError(f"the node in {data_dir} does not answer: {error}") from error
+    if not reply.endswith(b"\n"):
+        raise NetworkError(f"the node in {data_dir} ended before it had answered")
     answer = json.loads(reply)
     if "error" in answer:
         raise NodeError(str(answer["error"]))

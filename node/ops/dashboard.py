@@ -24,6 +24,7 @@ import msgspec
 
 from ..config.run import DashboardPort
 from ..errors import BusyError, NodeError
+from ..process.unix_sockets import ACCEPTS_AT_ONCE
 from ..tasks import end_tasks
 from .figures import Curves, NodeFigures
 from .http import hide_libraries, is_local
@@ -161,7 +162,8 @@ class Dashboard:
             shutdown_timeout=SHUTDOWN_S,
         )
         await self._runner.setup()
-        await web.SockSite(self._runner, listening).start()
+        await web.SockSite(self._runner, listening, backlog=ACCEPTS_AT_ONCE).start()
+        listening.listen(BACKLOG)
 
     async def close(self) -> None:
         """Stop listening and hang up on viewers."""

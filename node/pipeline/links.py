@@ -22,8 +22,7 @@ from ..p2p.connections import ConnectionPool
 from ..p2p.rpc import Refused, receive_reply, send
 from ..p2p.transport import Connection, Stream, TransportError
 from ..p2p.waiting import Notifier
-from ..process.unix_sockets import remove_socket
-from ..process.unix_sockets import short as short_path
+from ..process.unix_sockets import remove_socket, start_server
 from ..tasks import end_tasks
 from .frames import BEAT, FrameLimits, Packet, read_packet
 
@@ -310,8 +309,7 @@ class LocalLink:
     async def __aenter__(self) -> "LocalLink":
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_socket(self.path)
-        with short_path(self.path) as name:
-            self._server = await asyncio.start_unix_server(self._accept, name, limit=BUFFER)
+        self._server = await start_server(self._accept, self.path, limit=BUFFER)
         self.path.chmod(0o600)
         return self
 

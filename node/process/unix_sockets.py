@@ -4,15 +4,17 @@ Kernels limit a socket path to about a hundred bytes; a node's directory may be 
 """
 
 import asyncio
+import errno
 import hmac
 import logging
 import os
 import socket
 import stat
 import tempfile
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,6 +29,11 @@ SOCKET_VARIABLE = "PRIMERL_PARENT_SOCKET"
 TOKEN_VARIABLE = "PRIMERL_PARENT_TOKEN"
 HELLO_S = 10.0
 MAX_HELLO = 1024
+BACKLOG = 128
+"""Connections that may wait to be accepted."""
+ACCEPTS_AT_ONCE = 1
+"""How often asyncio accepts for one event (its `backlog`). Where no file is left each try is logged and plans a
+further event (Python 3.11): with more than one the events multiply, and a node does nothing else."""
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -89,6 +96,38 @@ def answers(path: Path) -> bool:
     return True
 
 
+async def start_server(
+    accept: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None] | None],
+    path: Path,
+    *,
+    limit: int = 1 << 16,
+) -> asyncio.Server:
+    """Listen at `path`, where nothing is; `limit` as of asyncio.start_unix_server(). Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with short(path) as name:
+            listener.bind(name)
+        server = await asyncio.start_unix_server(
+            accept, sock=listener, limit=limit, backlog=ACCEPTS_AT_ONCE
+        )
+    except BaseException:  # close the unused socket, even when interrupted
+        listener.close()
+        raise
+    listener.listen(BACKLOG)  # asyncio has made the queue as short as that
+    return server
+
+
+def explain_lack_of_files(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handle the errors of an event loop: say in one line that no file is left; others as usual."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        logger.error(
+            "no file can be opened (%s): raise `ulimit -n`, or LimitNOFILE of a service", error
+        )
+    else:
+        loop.default_exception_handler(context)
+
+
 async def listen(path: Path, token: str) -> tuple[asyncio.Server, "asyncio.Future[Streams]"]:
     """Listen at `path` for one process; the future gets the first connection that sends `token`."""
     accepted: asyncio.Future[Streams] = asyncio.get_running_loop().create_future()
@@ -106,5 +145,4 @@ async def listen(path: Path, token: str) -> tuple[asyncio.Server, "asyncio.Futur
             logger.warning("a connection to %s without the right token was refused", path.name)
             writer.close()
 
-    with short(path) as name:
-        return await asyncio.start_unix_server(accept, name), accepted
+    return await start_server(accept, path), accepted

@@ -372,7 +372,8 @@ class NodeRecord:
     def lose(self, leases: int, groups: float, policy: LeasePolicy, now: float) -> None:
         """Count leases, of `groups` in all, that did not come back or brought nothing: the node cools off.
 
-        The cooling-off doubles with every loss. A kept lease ends the doubling for a steady node only; for a
+        The cooling-off doubles with every loss, but for those that are noticed while the node rests: they were
+        leased before, and one outage is one loss. A kept lease ends the doubling for a steady node only; for a
         node that loses more than a quarter it undoes one, so a node that drops every other lease (those with
         bad luck, say) rests ever longer.
         """
@@ -380,7 +381,11 @@ class NodeRecord:
         self.reliability *= (1.0 - policy.step) ** leases
         first = min(COOLING_SHARE * policy.timeout_s, MAX_FIRST_COOLING_S)
         # never shorter than the work: to look at a lease and drop it gains no time
-        self.rest_until = now + max(first * 2.0**self.missed, self.pace * groups)
+        work = self.pace * groups
+        if now < self.rest_until:
+            self.rest_until = max(self.rest_until, now + work)
+            return
+        self.rest_until = now + max(first * 2.0**self.missed, work)
         self.missed = min(self.missed + 1, MAX_DOUBLINGS)
 
     def give_back(self, leases: int, groups: float, policy: LeasePolicy, now: float) -> None:

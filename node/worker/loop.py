@@ -280,8 +280,14 @@ class InferenceRole:
                 self._obstacle = f"no work is leased: {reply.why or 'the trainer has none'}"
                 if not self._active and idle.due():
                     logger.info("%s", self._obstacle)
-            for sealed in reply.leases:
-                self._accept(sealed, tasks)
+            try:
+                for sealed in reply.leases:
+                    self._accept(sealed, tasks)
+            except RemoteProtocolError as error:  # as where this machine's clock was set wrong
+                self._obstacle = f"a lease is not taken: {error}"
+                if idle.due():
+                    logger.warning("%s", self._obstacle)
+                await asyncio.sleep(PAUSE_MAX_S)
             if wanted and not reply.leases and not reply.verdicts:
                 await asyncio.sleep(reply.retry_after_ms / 1000)
 

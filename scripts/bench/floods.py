@@ -9,6 +9,9 @@ separate QUIC endpoint:
     sybils  one ticket; each key says hello, takes a lease, never answers, and goes on asking
     idle    no ticket; each key opens a connection, says nothing, and opens the next one when it is closed
 
+Two more, for tests/net (--attack NAME --ticket T): `requests`, a ticket and as many requests as are answered;
+`drip`, one byte a second of requests, uploads and of every chunk that others ask for.
+
 On loopback nothing is limited by address, and attackers compute on the same machine (at low priority): both
 make the test harder.
 """
@@ -29,21 +32,44 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
+from support.lying_holders import claiming, trickle
 from support.swarm import Running, Swarm, make_model
 from support.witness import Fakes
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.config.run import NetworkConfig
+from primerl.node.p2p.connections import Router
 from primerl.node.p2p.iroh import IrohTransport
+from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused, ask
-from primerl.node.p2p.transport import Connection, Transport, TransportError
+from primerl.node.p2p.transport import (
+    Connection,
+    ConnectionLost,
+    Stream,
+    Transport,
+    TransportError,
+)
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, seal
-from primerl.protocol.manifests import PeerRecord, Ticket
-from primerl.protocol.messages import Hello, LeaseReply, LeaseRequest, Welcome, WorkerStats
+from primerl.protocol.manifests import PeerRecord, PolicyManifest, Ticket
+from primerl.protocol.messages import (
+    GetChunk,
+    GetHeads,
+    Heads,
+    Hello,
+    LeaseReply,
+    LeaseRequest,
+    SubmitOffer,
+    Welcome,
+    WorkerStats,
+)
+from primerl.protocol.session import decode, frame
 from primerl.protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, WIRE_VERSION
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
 
+LOOPBACK = "127.0.0.1"
+REQUESTS = 16
+"""Requests of a key at the same time."""
 GOAL = 0.9
 """Share of the throughput without attack."""
 TOKEN_S = 0.25
@@ -60,11 +86,11 @@ DEADLINE_S = 20.0
 class Attacker:
     """An attacker with one key."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, host: str = LOOPBACK) -> None:
         self.ticket: Ticket = tickets.read(text, now=int(time.time()))
         self._sealed = tickets.sealed_bytes(text)
         self._key = SecretKey.generate()
-        self._transport = transport_of(self._key)
+        self._transport = transport_of(self._key, host)
         self.leases = 0
 
     async def run(self, act: Callable[["Attacker", Connection], Awaitable[None]]) -> None:
@@ -81,25 +107,87 @@ class Attacker:
                     await connection.close()
             await pause()
 
-    async def sybil(self, connection: Connection) -> None:
-        """Say hello, take leases, answer nothing, ask again."""
+    async def hello(self, connection: Connection) -> None:
+        """Ask to be admitted."""
         node, soon = self._key.node_id, int(time.time()) + 3600
         body = PeerRecord(node, "inference", "flood", self._transport.addresses(), (), True)
         record = seal(self._key, Purpose.PEER, self.ticket.run, body, expires=soon)
         hello = Hello(WIRE_VERSION, "inference", "flood", self._sealed, record)
         await ask(connection, hello, Welcome, deadline=DEADLINE_S)
+
+    async def poll(self, connection: Connection, wanted: int) -> None:
+        """Ask for leases."""
+        request = LeaseRequest(wanted, WorkerStats(0))
+        reply = await ask(connection, request, LeaseReply, deadline=DEADLINE_S)
+        self.leases += len(reply.leases)
+
+    async def sybil(self, connection: Connection) -> None:
+        """Say hello, take leases, answer nothing, ask again."""
+        await self.hello(connection)
         while True:
-            request = LeaseRequest(4, WorkerStats(0))
-            reply = await ask(connection, request, LeaseReply, deadline=DEADLINE_S)
-            self.leases += len(reply.leases)
+            await self.poll(connection, 4)
             await pause()
 
     async def idle(self, connection: Connection) -> None:
         """Hold the connection for as long as it is not closed."""
         await connection.accept_stream()
 
+    async def requests(self, connection: Connection) -> None:
+        """Ask for heads as fast as they come, many times at once."""
+        await self.hello(connection)
 
-ATTACKS = {"sybils": Attacker.sybil, "idle": Attacker.idle}
+        async def again() -> None:
+            while not connection.closed:
+                with suppress(Refused):
+                    await ask(connection, GetHeads(-1), Heads, deadline=DEADLINE_S)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(REQUESTS):
+                tasks.create_task(again())
+
+    async def drip(self, connection: Connection) -> None:
+        """Claim to have every chunk and send a byte a second; ask and upload at that rate."""
+        await self.hello(connection)
+        sizes: dict[bytes, int] = {}
+
+        async def answer(stream: Stream, request: GetChunk) -> None:
+            await trickle(sizes.get(request.digest, 1 << 20), 1.0)(stream, request)
+
+        handlers = {ALPN_BLOBS: claiming(answer)}
+        router = Router(
+            self._transport, PeerTable(), handlers, max_streams_per_peer=32, max_peers=32
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(router.run())
+            for _ in range(REQUESTS):
+                tasks.create_task(self._slow_request(connection))
+            while not connection.closed:
+                await self.poll(connection, 0)  # so that others are told of this source
+                sizes.update(await chunk_sizes(connection))
+                await pause()
+            raise ConnectionLost("the trainer has closed the connection")
+
+    async def _slow_request(self, connection: Connection) -> None:
+        offer = frame(SubmitOffer(bytes(32), 1, 1 << 20))
+        while not connection.closed:
+            with suppress(TransportError):
+                stream = await connection.open_stream()
+                for byte in offer + bytes(1 << 20):
+                    await stream.write(bytes([byte]))
+                    await asyncio.sleep(1.0)
+            await pause()
+
+
+async def chunk_sizes(connection: Connection) -> dict[bytes, int]:
+    """Ask for the sizes of the chunks of the newest versions."""
+    reply = await ask(connection, GetHeads(-1), Heads, deadline=DEADLINE_S)
+    manifests = [decode(notice.manifest, PolicyManifest) for notice in reply.notices]
+    artifacts = [artifact for manifest in manifests for artifact in manifest.artifacts]
+    return {chunk.digest: chunk.size for artifact in artifacts for chunk in artifact.chunks}
+
+
+MEASURED = {"sybils": Attacker.sybil, "idle": Attacker.idle}
+ATTACKS = {**MEASURED, "requests": Attacker.requests, "drip": Attacker.drip}
 
 
 async def pause() -> None:
@@ -107,10 +195,10 @@ async def pause() -> None:
     await asyncio.sleep(PAUSE_S * random.uniform(0.5, 1.5))
 
 
-async def attack(name: str, keys: int, ticket: str) -> None:
+async def attack(name: str, keys: int, ticket: str, host: str) -> None:
     """Attack until standard input ends; print the number of leases taken."""
     os.nice(19)
-    attackers = [Attacker(ticket) for _ in range(keys)]
+    attackers = [Attacker(ticket, host) for _ in range(keys)]
     tasks = [asyncio.create_task(one.run(ATTACKS[name])) for one in attackers]
     await asyncio.to_thread(sys.stdin.read)
     print(sum(one.leases for one in attackers), flush=True)
@@ -150,10 +238,10 @@ class IrohSwarm(Swarm):
         return transport
 
 
-def transport_of(key: SecretKey) -> IrohTransport:
-    """Make an endpoint on loopback."""
+def transport_of(key: SecretKey, host: str = LOOPBACK) -> IrohTransport:
+    """Make an endpoint."""
     alpns = (ALPN_CONTROL, ALPN_BLOBS, ALPN_PIPELINE)
-    return IrohTransport(key, host="127.0.0.1", port=0, alpns=alpns)
+    return IrohTransport(key, host=host, port=0, alpns=alpns)
 
 
 async def measure(swarm: Swarm, name: str, seconds: float, keys: int = 0) -> Row:
@@ -206,7 +294,7 @@ async def run(directory: Path, options: argparse.Namespace) -> list[Row]:
             swarm.add_worker(name)
         await swarm.wait_step(10)
         rows = [await measure(swarm, "alone", options.seconds)]
-        for name in ATTACKS:
+        for name in MEASURED:
             rows.append(await under(swarm, name, options))
             await asyncio.sleep(2.0)
             rows.append(await measure(swarm, "alone", options.seconds))
@@ -243,10 +331,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--attack", choices=ATTACKS, help=argparse.SUPPRESS)
     parser.add_argument("--ticket", help=argparse.SUPPRESS)
+    parser.add_argument("--host", default=LOOPBACK, help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.disable(logging.ERROR)
     if options.attack:
-        asyncio.run(attack(options.attack, options.keys, options.ticket))
+        asyncio.run(attack(options.attack, options.keys, options.ticket, options.host))
     if options.quick:
         options.keys, options.seconds = 100, 8.0
     with tempfile.TemporaryDirectory() as directory:

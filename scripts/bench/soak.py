@@ -23,23 +23,22 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil  # pyright: ignore[reportMissingModuleSource]
 
-from primerl.cli.service import IN_ORDER, NOT_AGAIN, RESUME
-from primerl.node.errors import NodeError
-from primerl.node.ops import control
+from primerl.cli.service import RESUME
+from primerl.node.storage.run_files import METRICS
 from primerl.protocol.version import CLOCK_SKEW_S
+from primerl.scripts.bench import promises
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
+from primerl.scripts.bench.service_node import Node
 from primerl.scripts.bench.swarm_links import Link, Star, Unavailable, star
 
 HERE = Path(__file__).resolve().parent
@@ -49,10 +48,6 @@ HOME = Link(up=20.0, down=100.0)
 TRAINER, WORKERS, GUEST, CHEAT, COPY = "trainer", ("amy", "bea", "carl"), "guest", "cheat", "copy"
 NAMES = (TRAINER, *WORKERS, GUEST, CHEAT, COPY)
 HONEST = (*WORKERS, GUEST)
-RESTART_S = 10.0
-"""RestartSec of the unit."""
-STOPPED = frozenset(map(int, (*NOT_AGAIN.split(), *IN_ORDER.split(), "0")))
-"""Exit codes after which the unit does not start a node again."""
 RECOVERY_S = 120.0
 """Longest time from the end of an event to work that is accepted again."""
 READY_S = 300.0
@@ -76,134 +71,6 @@ SETTINGS = (
     *("--training.lr", "2e-5", "--training.scheduler", "constant", "--environment.args"),
     *('{"min_len": 5, "max_len": 10}', "--warmup.target", "0.15"),
 )
-
-
-# -- nodes -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Exit:
-    """The end of a process."""
-
-    at: float
-    code: int
-    meant: bool
-    """Whether an event of the week ended it."""
-    again: bool
-    """Whether the unit started it again."""
-
-
-@dataclass
-class Node:
-    """A node under the rules of its service."""
-
-    name: str
-    prefix: Sequence[str]
-    """Puts a command into the node's network."""
-    directory: Path
-    """Its data directory."""
-    log: Path
-    command: list[str]
-    environment: Mapping[str, str]
-    exits: list[Exit] = field(default_factory=list[Exit])
-    process: "subprocess.Popen[bytes] | None" = None
-    meant: bool = False
-    """Whether the next exit is an event's."""
-    again: bool = True
-    """Whether it is kept alive."""
-    _thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start it, and keep it alive."""
-        self.again, self.meant = True, False
-        self.process = self._spawn()
-        self._thread = threading.Thread(target=self._keep, name=self.name, daemon=True)
-        self._thread.start()
-
-    def _spawn(self) -> "subprocess.Popen[bytes]":
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [*self.prefix, *self.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(self.environment),
-                start_new_session=True,
-            )
-
-    def _keep(self) -> None:
-        while True:
-            assert self.process is not None
-            code = self.process.wait()
-            code = 128 - code if code < 0 else code
-            again = self.again and code not in STOPPED
-            self.exits.append(Exit(time.monotonic(), code, self.meant, again))
-            self.meant = False
-            if not again:
-                return
-            time.sleep(RESTART_S)
-            if not self.again:
-                return
-            self.process = self._spawn()
-
-    @property
-    def runs(self) -> bool:
-        """Whether its process runs."""
-        return self.process is not None and self.process.poll() is None
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal to the whole node, as a service manager or a sleeping machine does."""
-        assert self.process is not None
-        self.meant = number in (signal.SIGKILL, signal.SIGTERM)
-        if number == signal.SIGTERM:
-            self.process.send_signal(number)  # KillMode=mixed
-            return
-        for process in (psutil.Process(self.process.pid), *self.children()):
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-    def children(self) -> list[psutil.Process]:
-        """Return its child processes."""
-        assert self.process is not None
-        with suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.process.pid).children(recursive=True)
-        return []
-
-    def stop(self, patience_s: float = 60.0) -> None:
-        """Stop it in order, for good; by force after `patience_s`."""
-        self.again = False
-        if not self.runs:
-            return
-        assert self.process is not None
-        self.send(signal.SIGTERM)
-        try:
-            self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.send(signal.SIGKILL)
-        assert self._thread is not None
-        self._thread.join(10.0)
-
-    def ask(self, question: str) -> Any:
-        """Ask the node; None if it does not answer."""
-        with suppress(NodeError, OSError):
-            return control.ask(self.directory, question)
-        return None
-
-    @property
-    def started(self) -> float:
-        """Unix time at which its present process began."""
-        assert self.process is not None
-        return psutil.Process(self.process.pid).create_time()
-
-    def size(self) -> tuple[int, float, int]:
-        """Return (process id, memory in MB that no other process shares, open files) of its processes."""
-        assert self.process is not None
-        memory, files = 0.0, 0
-        for process in (psutil.Process(self.process.pid), *self.children()):
-            with suppress(psutil.NoSuchProcess):
-                memory += process.memory_full_info().uss / 1e6
-                files += process.num_fds()
-        return self.process.pid, memory, files
 
 
 # -- the week --------------------------------------------------------------------------------------
@@ -550,19 +417,13 @@ class Week:
             self.nodes[TRAINER],
         ):
             node.stop(120.0)
+        run_dir = self.directory / TRAINER / "demo"
+        data = [self.directory / name / "data" for name in HONEST]
+        faults = promises.broken(run_dir, data)
         with self._ledger() as ledger:
-            arrivals, most = ledger.execute("SELECT COUNT(*), MAX(arrival) FROM inbox").fetchone()
             (waiting,) = ledger.execute(UNJUDGED).fetchone()
-            heads = [
-                row[0] for row in ledger.execute("SELECT version FROM heads ORDER BY term, version")
-            ]
-        lines = [
-            json.loads(line)
-            for line in (self.directory / TRAINER / "demo" / "metrics.jsonl")
-            .read_text()
-            .splitlines()
-        ]
-        trained = [line["step"] for line in lines if "step" in line]
+        trained = promises.steps_logged(run_dir)
+        lines = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
         odd = [
             f"{name}: {done.code}"
             for name, node in self.nodes.items()
@@ -585,7 +446,7 @@ class Week:
                 f"rejected of honest, {reason}": count for reason, count in sorted(rejected.items())
             },
         }
-        for text in (*self.refusals, *(f"ended by itself: {line}" for line in odd)):
+        for text in (*self.refusals, *(f"ended by itself: {line}" for line in odd), *faults):
             print(text)
         goals = [
             at_most("events after which not all work again", len(late), 0),
@@ -593,8 +454,7 @@ class Week:
             at_most("honest nodes banned or refused at the end", len(banned), 0),
             at_least("cheat is refused", float(bool(cheat.get("refused"))), 1),
             at_most("submissions with a receipt that wait for a verdict", waiting, QUEUED),
-            at_most("numbers of submissions that are missing", most - arrivals, 0),
-            at_most("versions missing between the newest heads", _gaps(heads), 0),
+            at_most("promises that were broken", len(faults), 0),
             at_most("steps missing or double in metrics.jsonl", _gaps(trained), 0),
             at_most(
                 "growth of memory",

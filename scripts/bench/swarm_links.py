@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +40,14 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Link:
-    """Rates of one node's link, in Mbit/s."""
+    """Rates of one node's link, in Mbit/s; loss and latency of an emulated one (emulated_links.py)."""
 
     up: float
     down: float
+    delay_ms: float = 0.0
+    """Each way."""
+    loss: float = 0.0
+    """Share of the packets that are lost on a path; where both ends lose, the larger of the two."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Star:
 
     def inside(self, index: int) -> list[str]:
         """Return the command prefix that runs a command on this node, with its own mount namespace."""
-        return ["ip", "netns", "exec", _name(index)]
+        return ["ip", "netns", "exec", namespace(index)]
 
     def traffic(self) -> list[Traffic]:
         """Return the byte counters of every node."""
@@ -87,14 +91,23 @@ def star(links: Sequence[Link]) -> Generator[Star]:
 
     Raises Unavailable: not root, no `ip` or `tc`, no such queue in this kernel, or another run is active.
     """
+    with namespaces(len(links)):
+        _make(links)
+        yield Star(len(links))
+
+
+@contextmanager
+def namespaces(count: int) -> Generator[Callable[..., str]]:
+    """Make the namespaces of so many nodes, without links; yield `ip`. Raises Unavailable."""
     _check_tools()
-    if len(links) > MAX_NODES:
-        raise Unavailable(f"{len(links)} nodes are more than the {MAX_NODES} of one network")
+    if count > MAX_NODES:
+        raise Unavailable(f"{count} nodes are more than the {MAX_NODES} of one network")
     with _alone():
         remove()
         try:
-            _make(links)
-            yield Star(len(links))
+            for index in range(count):
+                _ip("netns", "add", namespace(index))
+            yield _ip
         finally:
             remove()
 
@@ -122,8 +135,7 @@ def _make(links: Sequence[Link]) -> None:
     _ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
     _ip("-n", HUB, "link", "set", "bridge", "up")
     for index, link in enumerate(links):
-        name, port = _name(index), _port(index)
-        _ip("netns", "add", name)
+        name, port = namespace(index), _port(index)
         _ip("-n", HUB, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
         _ip("-n", HUB, "link", "set", port, "master", "bridge", "up")
         _ip("-n", name, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", "eth0")
@@ -141,7 +153,8 @@ def _limit(namespace: str, device: str, mbit: float) -> None:
     )
 
 
-def _name(index: int) -> str:
+def namespace(index: int) -> str:
+    """Return the name of a node's network namespace."""
     return f"{PREFIX}{index}"
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import struct
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import zstandard
 from msgspec.structs import replace
 from support.hostile import HostileTrainer, Rogue, policy, tensor_table
-from support.swarm import Swarm, side_by_side
+from support.protocol_cases import LEASE
+from support.swarm import Running, Swarm, side_by_side
 from support.waiting import until
 
 from primerl.crypto.hashing import digest
@@ -304,6 +306,36 @@ async def test_weights_that_do_not_decode_to_what_was_signed_are_never_loaded(
         await until(lambda: swarm.fakes.loads("w1")[-1].version == 2)
     states = [event.state for event in swarm.fakes.loads("w1")]
     assert states == [prove(0, policy(0, WORDS)).digest, prove(2, policy(2, WORDS)).digest]
+
+
+async def test_a_lease_that_has_expired_by_our_clock_is_named_and_the_worker_goes_on(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    """Found by a worker's clock that jumped ten minutes ahead: it ended, as "refused by the other side"."""
+    async with Swarm(tmp_path, model_dir) as swarm, HostileTrainer(swarm) as trainer:
+        await trainer.publish(0, policy(0))
+        past = int(time.time()) - 600
+
+        def expired(node: bytes) -> tuple[bytes, ...]:
+            return (
+                seal(trainer.key, Purpose.LEASE, trainer.run, LEASE, expires=past, recipient=node),
+            )
+
+        trainer.leases = expired
+        worker = swarm.add_worker("w1")
+        await until(lambda: bool(swarm.fakes.loads("w1")))
+        await until_status(worker, lambda status: "expired" in status["waiting_for"])
+        trainer.leases = lambda node: ()
+        await until_status(worker, lambda status: "expired" not in status["waiting_for"])
+
+
+async def until_status(worker: Running, holds: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until a worker's status satisfies a condition, unless it ends."""
+    async with asyncio.timeout(60.0):
+        while not holds(await worker.status()):
+            assert worker.task is not None
+            assert not worker.task.done()
+            await asyncio.sleep(0.05)
 
 
 async def test_a_manifest_of_tensors_without_bound_is_refused(

@@ -18,7 +18,6 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -30,7 +29,7 @@ from support.counting_environment import NUMBERS, STOP, CountingEnvironment
 from support.swarm import CONFIG, RUN, Running, Swarm
 from support.witness import Event, Fakes, WitnessAuditor, WitnessBackend
 
-from primerl.crypto.hashing import derive
+from primerl.crypto.hashing import derive, digest
 from primerl.node.app.factories import Factories, MakeLedger
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.environments.environment import Score, Task
@@ -38,6 +37,7 @@ from primerl.node.inference.engine import GenerateRequest
 from primerl.node.storage.ledger import HonestRollout, Ledger
 from primerl.node.storage.rollouts import RolloutFiles
 from primerl.node.storage.run_files import holds_run
+from primerl.node.trainer.state import state_of
 from primerl.node.training.backend import StepMetrics, TrainBatch
 from primerl.node.training.buffer import BufferSnapshot
 from primerl.node.training.checkpoint import Checkpoints
@@ -45,6 +45,8 @@ from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unre
 from primerl.node.weights.state import State
 from primerl.protocol.envelope import Purpose, unseal
 from primerl.protocol.rollouts import Submission, unpack_u32
+from primerl.scripts.bench import promises
+from primerl.scripts.bench.promises import Witness
 
 STEPS, MORE = 4, 2
 """Steps of the run that is ended, and those by which the run that goes on is longer."""
@@ -60,6 +62,8 @@ IMPORTED = (
 READING = ("SELECT", "PRAGMA", "BEGIN", "--", "ROLLBACK", "VACUUM")
 SLOW_S = 0.05
 """Longest delay of a change that a thread makes, and of an audit: what is begun first does not end first."""
+POINT_S = 0.1
+"""Time that a resume point takes to get its name: a version that does not wait for it is announced before."""
 REPLY = 5
 """Tokens by which two rollouts are told apart."""
 
@@ -111,7 +115,8 @@ class CrashPoint:
 
     def _count(self, kind: str) -> None:
         if threading.current_thread() is not threading.main_thread():
-            time.sleep(SLOW_S * self._chance.random() ** 3)  # others overtake it
+            slow = POINT_S if kind.startswith("rename") and kind.endswith(".resume") else 0.0
+            time.sleep(slow + SLOW_S * self._chance.random() ** 3)  # others overtake it
         self.count += 1
         if self.count == self.at:
             note = os.open(self.note, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -149,6 +154,20 @@ class NotedLedger(Ledger):
         """See Ledger."""
         super().add_head(epoch, version, sealed, manifest)
         self._journal.note("head", epoch, version, sealed.hex())
+        if self.path.parent.name == "trainer":
+            self._note_commit(version)
+
+    def _note_commit(self, version: int) -> None:
+        """Note what is on the disk as a version is signed: by that a resume must go on from it."""
+        run_dir = self.path.parents[1]
+        saved = [parts for step, parts in promises.saved_parts(run_dir) if step == version]
+        if saved and (state := state_of(saved[0])):
+            buffer = msgspec.msgpack.decode(saved[0]["buffer"], type=BufferSnapshot)
+            self._journal.note(
+                "commit", version, state.verified_up_to, state.used, names_of(buffer)
+            )
+        elif version:
+            self._journal.note("fault", f"version {version} was announced before it was durable")
 
     def receive(
         self, digest: bytes, lease_id: int, node: bytes, sealed: bytes, received: int
@@ -365,10 +384,12 @@ def crash(directory: Path, model: Path, at: int) -> CrashedRun:
         return CrashedRun(at, "", [f"the run itself failed: {tail(log)}"])
     noted = last.read_text()
     change, changes = (noted, 0) if code == CRASHED else ("", int(noted))
-    promised = promises(journal)
+    promised = read_journal(journal)
+    left = left_behind(nodes, promised)
     if code := ended(fork(second, log)):
         return CrashedRun(at, change, [f"it did not go on (exit code {code}): {tail(log)}"])
-    faults, again = check(nodes, promised, promises(journal))
+    faults, again = check(nodes, promised, read_journal(journal))
+    faults = [*left, *faults]
     unkept = STEPS + MORE - len(RolloutFiles(nodes / RUN / "rollouts").steps())
     return CrashedRun(at, change, faults, again, unkept, changes)
 
@@ -381,7 +402,15 @@ def tail(log: Path) -> str:
 Promises = dict[str, list[list[Any]]]
 
 
-def promises(journal: Path) -> Promises:
+def left_behind(nodes: Path, promised: Promises) -> list[str]:
+    """What is wrong with what a crash left: every moment has to keep the promises, not only the end."""
+    run_dir = nodes / RUN
+    if not promised["head"]:
+        return []
+    return promises.broken(run_dir, [nodes / name for name in WORKERS], witness(promised))
+
+
+def read_journal(journal: Path) -> Promises:
     """What a journal says, by kind."""
     lines: Promises = defaultdict(list)
     text = journal.read_text() if journal.exists() else ""
@@ -396,23 +425,13 @@ def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], 
     `promised` was noted before the crash, `after` by the end.
     """
     run_dir = nodes / RUN
-    faults: list[str] = []
-    with closing(sqlite3.connect(run_dir / "trainer" / "ledger.db")) as db:
-        inbox = dict(db.execute("SELECT arrival, hex(digest) FROM inbox"))
-        judged = [row for (row,) in db.execute("SELECT arrival FROM verdicts")]
-        heads = {
-            (t, v): h for t, v, h in db.execute("SELECT term, version, hex(sealed) FROM heads")
-        }
-    for arrival, digest, _ in promised["receipt"]:
-        if inbox.get(arrival, "").lower() != digest:
-            faults.append(f"submission {arrival} had a receipt and is lost")
-        elif judged.count(arrival) != 1:
-            faults.append(f"submission {arrival} has {judged.count(arrival)} verdicts")
-    for epoch, version, sealed in after["head"]:
-        if heads.get((epoch, version), "").lower() != sealed:
-            faults.append(f"version {version} was signed, and is lost or was signed again")
-        if epoch:
-            faults.append(f"version {version} began epoch {epoch}")
+    faults = promises.broken(run_dir, [nodes / name for name in WORKERS], witness(after))
+    judged = Counter(arrival for arrival, _ in promises.read_ledger(run_dir / "trainer").verdicts)
+    faults += [
+        f"submission {arrival} has {judged[arrival]} verdicts"
+        for arrival, _, _ in promised["receipt"]
+        if judged[arrival] != 1
+    ]
     published = {version for _, version, _ in promised["head"]}
     steps: dict[int, list[str]] = {}
     again = 0
@@ -428,23 +447,49 @@ def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], 
     ]
     if sorted(steps) != list(range(1, STEPS + MORE + 1)):
         faults.append(f"steps {sorted(steps)} were trained")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    if (logged := [json.loads(line)["step"] for line in lines]) != sorted(steps):
+    if (logged := promises.steps_logged(run_dir)) != sorted(steps):
         faults.append(f"metrics.jsonl has steps {logged}")
+    faults += unnamed(after, steps)
     faults += lost_rollouts(run_dir, set(used), promised)
     return faults, again
+
+
+def witness(noted: Promises) -> Witness:
+    """What a journal notes of what the nodes promised."""
+    return Witness(
+        receipts={bytes.fromhex(name) for _, name, _ in noted["receipt"]},
+        heads={(t, v): digest(bytes.fromhex(sealed)) for t, v, sealed in noted["head"]},
+        loaded=[(version, bytes.fromhex(state)) for version, state in noted["loaded"]],
+        faults=[text for (text,) in noted["fault"]],
+    )
+
+
+def unnamed(noted: Promises, steps: Mapping[int, Sequence[str]]) -> list[str]:
+    """Submissions that a version used, and that were not named where it is durable."""
+    arrivals = {name: arrival for arrival, _, names in noted["receipt"] for name in names}
+    faults: list[str] = []
+    for version, verified_up_to, used, buffered in noted["commit"]:
+        trained = {name for step in steps if step <= version for name in steps[step]}
+        contained = {arrivals[name] for name in trained | set(buffered)}
+        faults += promises.unnamed(version, verified_up_to, used, contained)
+    return faults
+
+
+def names_of(buffer: BufferSnapshot) -> list[str]:
+    """The names of the rollouts that wait in a buffer."""
+    return [
+        name(branch.token_ids)
+        for group in buffer.groups
+        for rollout in group.rollouts
+        for branch in rollout.branches
+    ]
 
 
 def lost_rollouts(run_dir: Path, used: AbstractSet[str], promised: Promises) -> list[str]:
     """Rollouts with a receipt that were not trained on, do not wait, and were not sorted out for a reason."""
     checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1)
     buffer = msgspec.msgpack.decode(checkpoints.glance(STEPS + MORE, "buffer"), type=BufferSnapshot)
-    waiting = {
-        name(branch.token_ids)
-        for group in buffer.groups
-        for rollout in group.rollouts
-        for branch in rollout.branches
-    }
+    waiting = set(names_of(buffer))
     kept = RolloutFiles(run_dir / "rollouts")
     sorted_out = {
         name([*row.prompt_ids, *row.completion_ids])

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -94,6 +94,8 @@ class HostileTrainer:
         """Release that it says it runs."""
         self.lie: messages.HeadNotice | None = None
         """Said on every watch, after the newest head."""
+        self.leases: Callable[[bytes], tuple[bytes, ...]] = lambda node: ()
+        """The sealed leases for a node, each time it asks."""
         self._heads: dict[int, bytes] = {}
         self._stack = AsyncExitStack()
 
@@ -195,7 +197,7 @@ class HostileTrainer:
                 reply = messages.Welcome(self.documents.sealed, self.software, WIRE_VERSION)
             case messages.LeaseRequest():
                 await asyncio.sleep(0.05)
-                reply = messages.LeaseReply((), (), tuple(self.upstreams), 50)
+                reply = messages.LeaseReply(self.leases(peer), (), tuple(self.upstreams), 50)
             case messages.SyncRecords():
                 reply = messages.SyncRecords(tuple(self.upstreams))
             case _:

@@ -82,3 +82,8 @@ def keep(
     """A lease comes back and is judged at once; `lost` groups of it count against the node."""
     settled = book.settle(lease.lease_id, node, now)
     book.judge(settled, node, LeaseOutcome(len(settled.tasks), accepted, lost), now)
+
+
+def fail(book: LeaseBook, lease: Lease, node: bytes, now: float) -> None:
+    """A lease comes back with nothing."""
+    keep(book, lease, node, now, lost=float(len(lease.tasks)), accepted=0)

@@ -2,17 +2,26 @@
 
 import asyncio
 import os
+import resource
 import socket
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from primerl.node.errors import BusyError
 from primerl.node.ops.control import ControlServer, ask
-from primerl.node.process.unix_sockets import LONGEST, short
+from primerl.node.process.unix_sockets import (
+    LONGEST,
+    explain_lack_of_files,
+    short,
+    start_server,
+)
 from primerl.node.storage.run_files import socket_path
+
+RETRY_S, TRIES = 0.02, 5
 
 
 def deep(below: Path) -> Path:
@@ -79,3 +88,41 @@ async def test_a_control_socket_is_its_owners_alone_whatever_the_umask(tmp_path:
         os.umask(before)
         await server.close()
     assert modes == [0o600, 0o700]
+
+
+async def test_a_node_without_a_file_left_says_so_once_for_a_try_and_accepts_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found by a limit on a worker's files: asyncio planned 100 tries for each that failed, and each of these
+    100 more; in 20 s there were 90,000 lines of tracebacks."""
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", RETRY_S)
+    loop, accepted = asyncio.get_running_loop(), asyncio.Event()
+    failures: list[dict[str, Any]] = []
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        failures.append(context)
+        explain_lack_of_files(loop, context)
+        if len(failures) == 1:
+            loop.call_later(TRIES * RETRY_S, resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        accepted.set()
+
+    loop.set_exception_handler(handle)
+    server = await start_server(accept, tmp_path / "s")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as client, socket.socket(socket.AF_UNIX) as spare:
+        highest = spare.fileno()
+        client.connect(str(tmp_path / "s"))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limit[1]))
+            async with asyncio.timeout(20.0):
+                await accepted.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    server.close()
+    assert 1 <= len(failures) <= TRIES + 1
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(failures)
+    assert all("raise `ulimit -n`" in line for line in lines)

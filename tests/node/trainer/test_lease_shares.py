@@ -1,5 +1,5 @@
 import pytest
-from support.lease_cases import STRANGER, A, B, C, grant, granted, keep, policy
+from support.lease_cases import STRANGER, A, B, C, fail, grant, granted, keep, policy
 from support.protocol_cases import NOW
 
 from primerl.node.trainer.lease_book import HORIZON, MAX_DOUBLINGS, STEADY, LeaseBook, LeaseShare
@@ -80,6 +80,20 @@ def test_what_a_restart_costs_does_not_depend_on_how_many_leases_were_out(most: 
         assert len(book.release_lost(A, (), now)) == out
         assert not book.resting(A, now)
     assert book.record(A).reliability == pytest.approx(0.78, abs=0.01)
+
+
+def test_leases_that_one_outage_takes_cost_one_rest_whenever_their_loss_is_noticed() -> None:
+    """Found by a line that was dead for 20 s: the leases came back stale, one after the other, and each
+    doubled the rest of an honest worker, to more than a minute."""
+    book = LeaseBook(policy(leases_per_worker=4))
+    leases = [granted(book) for _ in range(4)]
+    for number, lease in enumerate(leases):
+        fail(book, lease, A, NOW + 1 + number)
+    assert book.record(A).rest_until == NOW + 1 + 15
+    assert book.record(A).missed == 1
+    again = book.record(A).rest_until
+    fail(book, granted(book, now=again), A, again + 1)
+    assert book.record(A).rest_until == again + 1 + 30
 
 
 @pytest.mark.parametrize("how", ["expire", "give back"])

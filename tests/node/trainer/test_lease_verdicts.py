@@ -1,7 +1,7 @@
 """A lease is kept by its verdict: what is burnt or handed back costs the node, and its tasks go out again."""
 
 import pytest
-from support.lease_cases import A, B, C, grant, granted, indices, keep, policy
+from support.lease_cases import A, B, C, fail, grant, granted, indices, keep, policy
 from support.protocol_cases import NOW
 
 from primerl.node.trainer.lease_book import (
@@ -17,11 +17,6 @@ from primerl.node.trainer.lease_book import (
 from primerl.protocol.leases import Lease
 
 EARNED = LeaseShare(earned=4.0)
-
-
-def fail(book: LeaseBook, lease: Lease, node: bytes, now: float) -> None:
-    """A lease comes back with nothing."""
-    keep(book, lease, node, now, lost=float(len(lease.tasks)), accepted=0)
 
 
 def test_a_lease_that_is_answered_with_failures_is_lost_and_its_node_rests() -> None:

@@ -1,0 +1,176 @@
+"""Links with loss, latency and a rate between network namespaces, carried by a thread of this process.
+
+netem does the same in the kernel, where it is built; this needs /dev/net/tun alone. Each node has an interface
+whose packets this thread reads, drops, delays and hands on: 20,000 a second at most, for tests, not for speed.
+"""
+
+import ctypes
+import fcntl
+import heapq
+import os
+import random
+import selectors
+import struct
+import threading
+import time
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from primerl.scripts.bench.swarm_links import SUBNET, Link, Star, Unavailable, namespace, namespaces
+
+TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+CLONE_NEWNET = 0x40000000
+MTU = 1500
+QUEUE_S = 0.25
+"""Longest time of a packet in a full queue before it is dropped, as in a home router."""
+
+
+@dataclass
+class Wire:
+    """The link of one node. Rates and latencies are each way."""
+
+    link: Link
+    file: int
+    """Descriptor of its interface."""
+    busy_until: dict[str, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
+    """Monotonic seconds."""
+
+    def queue(self, way: str, mbit: float, size: int, now: float) -> float | None:
+        """Return when a packet of `size` bytes has passed, in order; None: the queue is full."""
+        begins = max(now, self.busy_until[way])
+        if begins - now > QUEUE_S:
+            return None
+        self.busy_until[way] = begins + size * 8 / (mbit * 1e6)
+        return self.busy_until[way]
+
+
+class EmulatedStar(Star):
+    """A star network whose links change while it works; node i begins with the address `address(i)`."""
+
+    def __init__(self, links: Sequence[Link], files: Sequence[int], seed: int) -> None:
+        super().__init__(len(links))
+        self._wires = [Wire(link, file) for link, file in zip(links, files, strict=True)]
+        self._owners = {self.address(index): index for index in range(len(links))}
+        self._cut: set[tuple[int, int]] = set()
+        self._late: list[tuple[float, int, int, bytes]] = []
+        """(due, number, target, packet)."""
+        self._count = 0
+        self._chance = random.Random(seed)
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="links", daemon=True)
+        self._thread.start()
+
+    def set_link(self, index: int, link: Link) -> None:
+        """Change the link of a node."""
+        self._wires[index].link = link
+
+    def cut(self, source: int, target: int) -> None:
+        """Drop what `source` sends to `target` from now on, silently."""
+        self._cut.add((source, target))
+
+    def isolate(self, index: int) -> None:
+        """Drop all that a node sends and is sent."""
+        for other in range(self.size):
+            self.cut(index, other)
+            self.cut(other, index)
+
+    def heal(self) -> None:
+        """Drop nothing any more but what links lose."""
+        self._cut.clear()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended = True
+        self._thread.join(10.0)
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as ready:
+            for index, wire in enumerate(self._wires):
+                ready.register(wire.file, selectors.EVENT_READ, index)
+            while not self._ended:
+                wait = min(0.2, self._late[0][0] - time.monotonic()) if self._late else 0.2
+                for key, _ in ready.select(max(0.0, wait)):
+                    self._read(key.data)
+                self._deliver(time.monotonic())
+
+    def _read(self, source: int) -> None:
+        for _ in range(64):  # then others
+            try:
+                packet = os.read(self._wires[source].file, MTU + 100)
+            except BlockingIOError:
+                return
+            self._carry(source, packet, time.monotonic())
+
+    def _carry(self, source: int, packet: bytes, now: float) -> None:
+        if packet[0] >> 4 != 4:
+            return  # IPv6 has no address here but those of the link
+        sender, receiver = (".".join(map(str, packet[at : at + 4])) for at in (12, 16))
+        if sender.startswith(SUBNET):
+            self._owners[sender] = source  # as a switch learns it
+        if receiver in self._owners:
+            return self._send(source, self._owners[receiver], packet, now)
+        if packet[16] >= 224:  # multicast, and to all
+            for target in range(self.size):
+                if target != source:
+                    self._send(source, target, packet, now)
+
+    def _send(self, source: int, target: int, packet: bytes, now: float) -> None:
+        up, down = self._wires[source], self._wires[target]
+        lost = self._chance.random() < max(up.link.loss, down.link.loss)
+        sent = up.queue("up", up.link.up, len(packet), now)
+        if lost or sent is None or (source, target) in self._cut:
+            return
+        arrives = sent + (up.link.delay_ms + down.link.delay_ms) / 1e3
+        due = down.queue("down", down.link.down, len(packet), arrives)
+        if due is not None:
+            self._count += 1
+            heapq.heappush(self._late, (due, self._count, target, packet))
+
+    def _deliver(self, now: float) -> None:
+        while self._late and self._late[0][0] <= now:
+            _, _, target, packet = heapq.heappop(self._late)
+            try:
+                os.write(self._wires[target].file, packet)
+            except OSError:
+                pass  # its interface is down, or full: the packet is lost
+
+
+@contextmanager
+def emulated_star(links: Sequence[Link], *, seed: int = 0) -> Generator[EmulatedStar]:
+    """Make a network of these nodes; a packet is lost as `seed` says. Raises Unavailable."""
+    with namespaces(len(links)) as run, ExitStack() as files:
+        opened: list[int] = []
+        for index in range(len(links)):
+            opened.append(_open(namespace(index)))
+            files.callback(os.close, opened[-1])
+            name = namespace(index)
+            run("-n", name, "address", "add", f"{SUBNET}.{index + 1}/24", "dev", "eth0")
+            run("-n", name, "link", "set", "lo", "up")
+            run("-n", name, "link", "set", "eth0", "up", "mtu", str(MTU))
+        network = EmulatedStar(links, opened, seed)
+        files.callback(network.close)
+        yield network
+
+
+def _open(name: str) -> int:
+    """Make the interface eth0 of a namespace; return a descriptor that reads what it sends."""
+    with ThreadPoolExecutor(1) as thread:  # a namespace is a thread's own
+        try:
+            return thread.submit(_open_inside, name).result()
+        except OSError as error:
+            raise Unavailable(f"emulated links need /dev/net/tun: {error}") from error
+
+
+def _open_inside(name: str) -> int:
+    with open(f"/var/run/netns/{name}", "rb") as place:
+        if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI))
+    except OSError:
+        os.close(file)
+        raise
+    return file
