@@ -154,7 +154,9 @@ def test_a_moment_counts_from_the_start_of_the_program_and_the_first_time_only()
     clock.reach("ticket")
     assert clock.moments == {"ticket": first}
     assert 0.0 < first < time.monotonic()
-    assert began(os.getppid()) <= began(os.getpid()) + 0.02, "the system counts in hundredths of a second"
+    assert began(os.getppid()) <= began(os.getpid()) + 0.02, (
+        "the system counts in hundredths of a second"
+    )
 
 
 def test_curves_of_a_long_run_are_bounded_and_still_show_its_beginning_and_its_newest_step() -> (
