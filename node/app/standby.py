@@ -27,7 +27,7 @@ class StandbyNode(PeerNode):
 
     @property
     def step(self) -> int:
-        """Step after which a trainer would go on from the copy; -1 before there is one."""
+        """Step after which a trainer would go on from the copy, or a later one; -1 before there is one."""
         return -1 if self._role is None else self._role.mirror.step
 
     async def _take_part(self, joined: JoinedRun) -> None:

@@ -46,7 +46,7 @@ class Mirror:
 
     @property
     def step(self) -> int:
-        """Step after which a trainer would go on; -1 without a backup."""
+        """Step after which a trainer would go on, or a later one; -1 without a backup."""
         return -1 if self._backup is None else self._backup.step
 
     @property
