@@ -36,8 +36,6 @@ class StandbyRole:
         self.mirror = mirror
         self._obstacle = ""
         self._lines = LogBackoff()
-        self.backups = 0
-        """Backups that were brought since the start."""
         self.brought_at = 0.0
         """Unix seconds at which the newest was complete."""
 
@@ -62,8 +60,7 @@ class StandbyRole:
 
     async def _step(self) -> float:
         """Bring a newer backup, if there is one; return the seconds until the next question."""
-        if why := self._services.paused():
-            self._obstacle = f"paused: {why}"
+        if self._services.paused():
             return PAUSE_S
         reply = await self._services.ask_trainer(
             GetBackup(self.mirror.known),
@@ -79,7 +76,6 @@ class StandbyRole:
             services.store,
             lambda chunks: services.fetcher.fetch(chunks, (), services.trainer),
         )
-        self.backups += 1
         self.brought_at = time.time()
         logger.info(
             "backup of step %d: %d B of %d fetched in %.1f s",

@@ -41,6 +41,7 @@ class Mirror:
         self._record = directory.with_name(RECORD)
         self._fsync = fsync
         self._backup = self._read()
+        self._known = _name(self._backup)
         self.fetched = 0
         """Bytes that were fetched since the start."""
 
@@ -52,7 +53,7 @@ class Mirror:
     @property
     def known(self) -> bytes:
         """Digest of the backup; zeros without one."""
-        return NO_DIGEST if self._backup is None else digest(msgspec.msgpack.encode(self._backup))
+        return self._known
 
     @property
     def size(self) -> int:
@@ -78,7 +79,7 @@ class Mirror:
                 await asyncio.to_thread(_write_window, window, store)
                 self.fetched += sum(chunk.size for chunk, _ in window)
             (partial / COPY_MARK).touch()
-        self._backup = backup
+        self._backup, self._known = backup, _name(backup)
         with whole_file(self._record, fsync=self._fsync) as path:
             path.write_bytes(msgspec.msgpack.encode(backup))
 
@@ -100,7 +101,8 @@ class Mirror:
             with target.open("wb") as out:
                 out.truncate(file.size)
                 for chunk, place in _parts(target, file):
-                    data = _read_part(parts.get(chunk.digest), chunk)
+                    part = parts.get(chunk.digest)
+                    data = None if part is None else part.read(chunk.digest)
                     if data is None:
                         missing.append((chunk, place))
                     else:
@@ -120,6 +122,11 @@ class Mirror:
             logger.warning("%s cannot be read (%s): all is fetched anew", self._record, error)
             return None
         return backup if self.directory.is_dir() else None
+
+
+def _name(backup: Backup | None) -> bytes:
+    """Return the digest by which a trainer tells whether its newest backup is another one."""
+    return NO_DIGEST if backup is None else digest(msgspec.msgpack.encode(backup))
 
 
 def check_files(backup: Backup) -> list[BackupFile]:
@@ -147,19 +154,6 @@ def _parts(path: Path, file: BackupFile) -> Iterator[tuple[ChunkRef, FilePart]]:
     for chunk in file.chunks:
         yield chunk, FilePart(path, offset, chunk.size)
         offset += chunk.size
-
-
-def _read_part(part: FilePart | None, chunk: ChunkRef) -> bytes | None:
-    """Return the bytes of a chunk from the last copy; None if they are not there any more."""
-    if part is None:
-        return None
-    try:
-        with part.path.open("rb") as file:
-            file.seek(part.offset)
-            data = file.read(part.size)
-    except OSError:
-        return None
-    return data if digest(data) == chunk.digest else None
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -134,6 +134,17 @@ class FilePart(NamedTuple):
     offset: int
     size: int
 
+    def read(self, name: bytes) -> bytes | None:
+        """Return the bytes, if their digest is `name`; None if they are gone or others."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.size)
+        except OSError as error:
+            logger.debug("part of %s is gone: %s", self.path, error)
+            return None
+        return data if digest(data) == name else None
+
 
 class FileStore:
     """A Store of one file a blob, `ab/cd/abcd...`; one process at a time owns `directory`.
@@ -182,17 +193,9 @@ class FileStore:
     def get(self, name: bytes) -> bytes | None:
         """Return the bytes of `name`, hashed just now."""
         data = self._own(name)
-        lent = None if data is not None else self._lent.get(name)
-        if lent is None:
-            return data
-        try:
-            with lent.path.open("rb") as file:
-                file.seek(lent.offset)
-                data = file.read(lent.size)
-        except OSError as error:
-            logger.debug("part of %s is gone: %s", lent.path, error)
-            return None
-        return data if digest(data) == name else None
+        if data is None and (lent := self._lent.get(name)) is not None:
+            return lent.read(name)
+        return data
 
     def _own(self, name: bytes) -> bytes | None:
         """Return the bytes of `name`, if they are kept here."""

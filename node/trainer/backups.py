@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...crypto.hashing import digest
+from ...crypto.hashing import NO_DIGEST, digest
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ChunkRef
 from ...protocol.messages import Backup, BackupFile, BackupWait, GetBackup
@@ -72,6 +72,8 @@ class Backups:
         self._lock = asyncio.Lock()
         self._made_at = float("-inf")
         self._newest: Backup | None = None
+        self._name = NO_DIGEST
+        """Digest of the newest, as encoded."""
         self._parts: list[dict[bytes, FilePart]] = []
         """Chunks of the last two backups."""
         self._hashed: dict[tuple[int, int, int], tuple[ChunkRef, ...]] = {}
@@ -93,7 +95,7 @@ class Backups:
                 made = await asyncio.to_thread(self._make, self._announced())
                 self._made_at = self._clock()
                 self._newest = made or self._newest
-        if self._newest is None or digest(msgspec.msgpack.encode(self._newest)) == request.known:
+        if self._newest is None or self._name == request.known:
             return BackupWait(RETRY_MS)
         return self._newest
 
@@ -117,10 +119,12 @@ class Backups:
             if (size := self._store.size(name))
         )
         backup = Backup(step, files, chunks)
-        if len(msgspec.msgpack.encode(backup)) > MAX_MESSAGE:
+        encoded = msgspec.msgpack.encode(backup)
+        if len(encoded) > MAX_MESSAGE:
             raise StorageError(
                 "the run has too many files for a backup: lower weights.max_disk_gib"
             )
+        self._name = digest(encoded)
         self._parts = [*self._parts[-1:], parts]
         self._store.lend({name: part for parts in self._parts for name, part in parts.items()})
         self._drop_older()

@@ -118,7 +118,7 @@ class RunMetrics:
         }
 
     def _verdict_times(self) -> Line:
-        """Return where the time of audits and verdicts went since the step before, seconds."""
+        """Return where the time of audits, verdicts and publishing went since the step before, seconds."""
         progress, before = self._progress, self._phases
         self._phases = dict(progress.clock.seconds)
         spent = {name: s - before.get(name, 0.0) for name, s in self._phases.items()}
