@@ -67,7 +67,7 @@ def init(
         raise BusyError(
             f"{path} exists already: `primerl-node id` shows it, another --data-dir spares it"
         )
-    secret = _new_passphrase() if passphrase else None
+    secret = new_passphrase() if passphrase else None
     key = SecretKey.generate()
     try:
         key.save(path, secret)
@@ -82,7 +82,7 @@ def show(data_dir: OwnDataDir = None, as_json: AsJson = False) -> None:
     from ..crypto.keys import peer_id_text
 
     path = _key_path(data_dir)
-    node = _open_key(path)[0].node_id
+    node = open_key(path)[0].node_id
     names = {"id": node.hex(), "short": short(node), "libp2p": peer_id_text(node)}
     for warning in _other_owners(path.parent, node):
         typer.echo(warning, err=True)
@@ -123,7 +123,7 @@ def retire(
     from ..protocol.retirement import retire as sign
 
     path = _key_path(data_dir)
-    key, _ = _open_key(path)
+    key, _ = open_key(path)
     _confirm("retire", f"End the key {key.node_id.hex()[:10]} of {path} for ever?", yes=yes)
     statement_path = retirement.retired_file(path.parent)
     # an earlier statement is sent again, as the first time counts
@@ -176,12 +176,12 @@ def export(
     """
     from ..node.errors import BusyError
 
-    key, _ = _open_key(_key_path(data_dir))
+    key, _ = open_key(_key_path(data_dir))
     target = expand_home(file)
     if os.path.lexists(target):
         raise BusyError(f"{target} exists already: choose another name")
     try:
-        key.save(target, _new_passphrase())
+        key.save(target, new_passphrase())
     except FileExistsError as error:
         raise BusyError(f"another program made {target} at this moment") from error
     typer.echo(f"key {key.node_id.hex()[:10]} is in {target}, encrypted")
@@ -207,7 +207,7 @@ def import_key(
     from ..node.app.retirement import retired_file
     from ..node.errors import BusyError, UsageError
 
-    key, secret = _open_key(expand_home(file))
+    key, secret = open_key(expand_home(file))
     path = _key_path(data_dir)
     if (retired := retired_file(path.parent)).exists():
         raise UsageError(
@@ -215,7 +215,7 @@ def import_key(
         )
     name = key.node_id.hex()[:10]
     if os.path.lexists(path):
-        there = _open_key(path)[0].node_id
+        there = open_key(path)[0].node_id
         if there != key.node_id:
             raise BusyError(
                 f"{path} holds another key, {there.hex()[:10]}: choose another --data-dir"
@@ -223,7 +223,7 @@ def import_key(
         typer.echo(f"key {name} is in {path} already")
         return
     try:
-        key.save(path, (secret or _new_passphrase()) if passphrase else None)
+        key.save(path, (secret or new_passphrase()) if passphrase else None)
     except FileExistsError as error:
         raise BusyError(f"another program made {path} at this moment") from error
     typer.echo(f"key {name} is in {path}")
@@ -254,7 +254,7 @@ def rotate(
 
     path = _key_path(data_dir)
     retirement.check_may_rotate(path.parent)
-    key, secret = _open_key(path)
+    key, secret = open_key(path)
     _confirm(
         "key rotate", f"End the key {key.node_id.hex()[:10]} of {path} for a new one?", yes=yes
     )
@@ -315,7 +315,7 @@ def _confirm(command: str, question: str, *, yes: bool) -> None:
         typer.confirm(question, abort=True, err=True)
 
 
-def _new_passphrase() -> str:
+def new_passphrase() -> str:
     """Return the passphrase for a file to be written: from the environment, or asked for twice."""
     from ..node.errors import UsageError
     from ..node.ops.service_manager import passphrase
@@ -327,7 +327,7 @@ def _new_passphrase() -> str:
     return typer.prompt("Passphrase", hide_input=True, confirmation_prompt=True, err=True)
 
 
-def _open_key(path: Path) -> "tuple[SecretKey, str | None]":
+def open_key(path: Path) -> "tuple[SecretKey, str | None]":
     """Read the key at `path`, asking for its passphrase if it has one; return both. Raises KeyFileError."""
     from ..crypto.keys import SecretKey
     from ..node.ops.service_manager import passphrase

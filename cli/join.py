@@ -98,8 +98,8 @@ def run(
 
     A machine that cannot hold the model holds some of its layers, together with others (--pp.mode on:
     always, off: never). A validator audits what other nodes sent in; the trainer's verification.validators
-    has to name it. A standby keeps a copy of the run on its disk, its key apart; the trainer's
-    checkpoint.standbys has to name it.
+    has to name it. A standby keeps a copy of the run on its disk, its key apart, and leads the run if its
+    trainer is lost; `primerl-node root certify` has to name it.
 
     \b
     Examples:
@@ -143,15 +143,23 @@ def run(
     while True:
         try:
             with open_view(f"primerl-node join as {config.role}", LINE_EVERY_S) as view:
-                run_to_end(_join(config, source, view))
-            return
+                arguments_of_trainer = run_to_end(_join(config, source, view))
         except EnvironmentNotAllowed as refused:
             # the node has left, and its live view is off the screen
             config = asked(config, refused)
+            continue
+        if arguments_of_trainer:
+            # the same process, so that a service manager, and `stop`, go on with it
+            program = [sys.executable, "-m", "primerl.cli.main", "train", *arguments_of_trainer]
+            os.execv(sys.executable, program)
+        return
 
 
-async def _join(config: "JoinConfig", source: "ConfigSource", view: "OpenView") -> None:
-    """Work until the run ends, with our own node in the view; the last line sums up its work."""
+async def _join(config: "JoinConfig", source: "ConfigSource", view: "OpenView") -> list[str]:
+    """Work until the run ends, with our own node in the view; the last line sums up its work.
+
+    Returns the arguments of `train` if this node has to lead the run now; else none.
+    """
     from ..node.app.daemon import join
     from ..node.environments.allowed import EnvironmentNotAllowed
     from ..node.ops.control import NodeState, watched
@@ -161,7 +169,7 @@ async def _join(config: "JoinConfig", source: "ConfigSource", view: "OpenView") 
     data_dir = config.data_dir or default_data_dir()
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
-        farewell = await watched(nodes, view, join(config, ticket, source), pace_s=view.pace_s)
+        node = await watched(nodes, view, join(config, ticket, source), pace_s=view.pace_s)
     except EnvironmentNotAllowed:
         nodes.clear()  # it did nothing: its owner is asked
         raise
@@ -172,8 +180,9 @@ async def _join(config: "JoinConfig", source: "ConfigSource", view: "OpenView") 
             if config.role == "inference":
                 status.detail = ""
             view.say(plain_line(nodes))
-    if farewell:
-        view.say(farewell)
+    if node.farewell:
+        view.say(node.farewell)
+    return node.lead_arguments() if node.leads else []
 
 
 def with_allowed(config: "JoinConfig", names: Sequence[str] | None) -> "JoinConfig":

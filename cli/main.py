@@ -37,6 +37,7 @@ from . import (
     reference,
     replay,
     rollouts,
+    root,
     service,
     sft,
     status,
@@ -69,7 +70,7 @@ Exit codes:
   0 done               4 port, directory, key in use    8 the run itself failed
   1 anything else      5 disk full, unreadable data   130 interrupted (ctrl-C)
   2 wrong usage        6 no peer could be reached      143 terminated, 129 terminal closed
-  3 wrong ticket       7 engine or trainer failed
+  3 wrong ticket       7 engine or trainer failed     9 another node leads the run now
 """
 
 # Some versions of typer bundle click: this is the ClickException of that copy.
@@ -144,6 +145,7 @@ PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "pause": (limits.pause, "Pause a worker: it computes and transfers nothing."),
     "resume": (limits.resume, "End a worker's pause."),
     "reload": (limits.reload, "Read a node's config again: limits and log level."),
+    "handover": (root.handover, "Hand the run over to its standby."),
     "init": (identity.init, "Make this node's key."),
     "id": (identity.show, "Show this node's id."),
     "man": (reference.man, "Print the manual page: primerl-node man | man -l -"),
@@ -157,6 +159,7 @@ _tickets = "Print, issue, list and revoke join tickets of the running trainer."
 _environments = "Test and trust environments."
 app.add_typer(environments.app, name="env", short_help=_environments)
 app.add_typer(identity.app, name="key", short_help="Copy, restore and change this node's key.")
+app.add_typer(root.app, name="root", short_help="Certify who may lead a run after its trainer.")
 app.add_typer(models.app, name="model", short_help="Convert models from elsewhere.")
 app.add_typer(service.app, name="service", short_help="Run a node at boot, by systemd or launchd.")
 app.add_typer(ticket.app, name="ticket", short_help=_tickets)

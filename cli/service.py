@@ -20,7 +20,7 @@ from .command import config_of, read_config
 
 COMMANDS = ("join", "inference", "train", "rl", "judge")
 """Commands that a service may run."""
-NOT_AGAIN = "2 3 4 8"
+NOT_AGAIN = "2 3 4 8 9"
 """Exit codes after which a restart would do the same again; see the epilog of --help."""
 IN_ORDER = "129 130 143"
 """Exit codes of a node that a signal stopped in order."""

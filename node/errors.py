@@ -11,6 +11,7 @@
         RankFailed           7   a process of the trainer backend died: another one can go on
       RunFailed              8   the run itself stopped: ten empty batches, equivocation
       EnvironmentFailed      8   the environment gives no tasks any more (environments/environment.py)
+      SteppedDown            9   another node leads the run now
 
 The message says what to do; it is printed as one line on stderr.
 """
@@ -80,6 +81,12 @@ class RunFailed(NodeError):
     """The run cannot go on."""
 
     exit_code = 8
+
+
+class SteppedDown(NodeError):
+    """Another node leads the run now."""
+
+    exit_code = 9
 
 
 ADVICE = {

@@ -42,6 +42,7 @@ class Purpose(StrEnum):
     BOUNDS = "bounds"
     RETIREMENT = "retirement"
     SUCCESSION = "succession"
+    LEADERS = "leaders"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

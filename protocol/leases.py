@@ -12,8 +12,9 @@ from typing import Annotated
 import msgspec
 
 from ..crypto.hashing import Digest, derive
-from .envelope import Purpose, unseal
+from .envelope import Purpose
 from .errors import Reason, RemoteProtocolError
+from .leaders import Leaders
 from .manifests import (
     MAX_ENVIRONMENTS,
     EnvironmentContract,
@@ -107,8 +108,9 @@ def check_assignment(lease: Lease, digest_of: Callable[[int], bytes]) -> None:
             raise RemoteProtocolError(Reason.WRONG_TASK, detail)
 
 
-def open_lease(sealed: bytes, run: bytes, trainer: bytes, worker: bytes) -> Lease:
-    """Open the lease inside a submission: check the signature and the recipient, not the deadline."""
-    return unseal(
-        sealed, Purpose.LEASE, Lease, now=0, run=run, signer=trainer, recipient=worker
-    ).body
+def open_lease(sealed: bytes, leaders: Leaders, worker: bytes) -> Lease:
+    """Open the lease inside a submission: a leader signed it, for this worker. Its deadline is not checked.
+
+    Raises RemoteProtocolError.
+    """
+    return leaders.unseal(sealed, Purpose.LEASE, Lease, recipient=worker).body

@@ -228,7 +228,8 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     created: UnixSeconds
     software: Name
     trainer: NodeId
-    """The only key whose heads, leases, receipts and verdicts count."""
+    """The first leader: heads, leases, receipts and verdicts count if it, or a leader certified by the root,
+    signed them (protocol/leaders.py)."""
     model: ModelContract
     environments: Annotated[
         tuple[EnvironmentContract, ...], msgspec.Meta(min_length=1, max_length=MAX_ENVIRONMENTS)
@@ -245,6 +246,8 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     routes: RouteShape | None = None
     """Shape of the routes, if the trainer replays those of its workers (mixtures of experts); None: they send
     none."""
+    root: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """The key that certifies leaders, kept off the network; empty: the trainer's own does."""
 
 
 def encode(document: msgspec.Struct) -> bytes:

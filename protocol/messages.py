@@ -11,6 +11,7 @@ from ..crypto.hashing import NO_DIGEST, Digest
 from ..crypto.keys import NodeId
 from .audits import MAX_CHOSEN, MAX_REPORT, Place
 from .errors import Reason
+from .leaders import MAX_LEADERS
 from .manifests import MAX_ENVIRONMENTS, ChunkRef, Count, Name, Role, UnixSeconds, Version
 from .numerics import MAX_CLASSES, NumericsClass
 from .pipelines import MAX_STAGES, StageOffer
@@ -87,6 +88,8 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False, omit_defaults=T
     """The trainer's clock; 0: not stated."""
     seen_from: Name = ""
     """Address and port from which a trial hello came; empty in other replies, and over a relay."""
+    leaders: SmallSealed = b""
+    """The root's sealed LeaderList, without which a node that was begun elsewhere does not lead; or empty."""
 
 
 class WatchHeads(Message, frozen=True):
@@ -101,6 +104,8 @@ class HeadNotice(Message, frozen=True):
 
     head: SmallSealed
     manifest: Document = b""
+    leaders: SmallSealed | msgspec.UnsetType = msgspec.UNSET
+    """The root's sealed LeaderList; unset where the run has none, and in replies that have it elsewhere."""
 
 
 Outcome = Literal["finished", "failed", "stopped"]
@@ -172,6 +177,8 @@ class LeaseReply(Message, frozen=True, omit_defaults=True):
     first."""
     why: Name = ""
     """Why there are no leases, for the worker's operator."""
+    successors: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_LEADERS)] = ()
+    """Sealed PeerRecords of nodes that may lead after us: watch their heads, too."""
 
 
 class SubmitOffer(Message, frozen=True):
@@ -269,10 +276,12 @@ class GetBackup(Message, frozen=True):
     """Digest of that one, as encoded; zeros for none."""
 
 
-class BackupWait(Message, frozen=True):
+class BackupWait(Message, frozen=True, omit_defaults=True):
     """There is no newer backup yet."""
 
     retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
+    lead: bool = False
+    """There will be none: the run is handed over, go on with it at once."""
 
 
 class BackupFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -363,6 +372,8 @@ class SyncRecords(Message, frozen=True, omit_defaults=True):
     records: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_RECORDS)]
     version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)] = -1
     """Policy version that I have loaded, for a node that asks for no lease; -1: none, or not stated."""
+    successors: Annotated[tuple[SmallSealed, ...], msgspec.Meta(max_length=MAX_LEADERS)] = ()
+    """As those of a LeaseReply."""
 
 
 LEAVING = "leaving"

@@ -215,9 +215,9 @@ FAULTS = (
     Fault(
         "a trainer that goes on from a copy stays in the epoch of the lost one",
         "node/trainer/publisher.py",
-        "if copied:",
-        "if copied and self._epoch:",
-        ("test_a_run_whose_trainer_lost_its_disk_goes_on_from_the_copy_of_its_standby",),
+        "if copied or succeeds:",
+        "if False:",
+        ("test_a_standby_leads_the_run_after_its_trainer_and_its_disk_are_lost",),
     ),
     Fault(
         "a standby writes whatever path the trainer states",
@@ -229,7 +229,7 @@ FAULTS = (
     Fault(
         "anybody may copy the run",
         "node/trainer/backups.py",
-        "if peer not in self._standbys:",
+        "if peer not in self._hand_over.may_lead():",
         'if peer == b"":',
         ("test_a_standby_with_the_newest_backup_waits_and_others_are_refused",),
     ),

@@ -42,6 +42,7 @@ from ..storage.run_files import claim, held
 
 if TYPE_CHECKING:
     from .judge import JudgeAddress
+    from .peer_node import PeerNode
 
 KEY_FILE = "key.pem"
 RETIRED_FILE = "key.retired"
@@ -100,8 +101,8 @@ async def join(
     config: JoinConfig,
     ticket: Callable[[], Awaitable[str]] | None = None,
     source: ConfigSource | None = None,
-) -> str:
-    """Run a node that joins until the run ends or it is stopped; returns why it left, if the run ended.
+) -> "PeerNode":
+    """Run a node that joins until the run ends, it is stopped, or it has to lead the run; return it.
 
     `ticket` waits for the ticket, where the config has none yet: what takes long to load is loaded meanwhile.
     `source` is where `config` is from. Raises NodeError, KeyFileError.
@@ -128,7 +129,7 @@ async def join(
         node = kinds[config.role](config, load_key(data_dir), data_dir, factories)
         node.source = source
         await node.run()
-    return node.farewell
+    return node
 
 
 async def serve(

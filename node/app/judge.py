@@ -44,7 +44,7 @@ from ..models.model_files import vocab_size
 from ..ops.figures import PeerRow, Status
 from ..p2p.services import NodeServices
 from ..p2p.status_view import peer_rows, show_network
-from ..storage.ledger import MANIFEST, Ledger, readable
+from ..storage.ledger import Ledger, readable
 from ..storage.run_files import CONFIG, begun_on, check_kinds, claim, write_private
 from ..trainer import run_manifest
 from ..trainer.lease_book import LeaseBook
@@ -203,9 +203,9 @@ class JudgeNode(IssuingNode):
         model_dir = await rundir.prepare_model(config, self._config.run_dir / "model")
         state = await asyncio.to_thread(read, candidate(config.model.name, model_dir))
         store = open_store(config, self.data_dir)
-        if (known := ledger.get(MANIFEST)) is not None:
+        if (known := run_manifest.known_documents(ledger, self.key.node_id)) is not None:
             # in words of its own: a judge has no checkpoint to begin another one from
-            check_contract(config, run_manifest.known_documents(known, self.key.node_id).manifest)
+            check_contract(config, known.manifest)
         try:
             documents = await run_manifest.documents(config, self.key, ledger, store, model_dir)
         except run_manifest.OtherModelFiles as error:
@@ -266,7 +266,7 @@ class JudgeNode(IssuingNode):
         supply = PromptSupply(prompts, book)
         demand = PromptDemand(config, registry, prompts, progress)
         scheduler = self._scheduler = LeaseScheduler(registry, [supply], publisher, demand)
-        verifier = verification.verifier([LeasedPrompts()], publisher, progress)
+        verifier = verification.verifier([LeasedPrompts()], publisher, progress, services.leaders)
         submissions = ReplyQueue(
             scheduler, verifier, run.proofs, verification.test, progress, prompts
         )

@@ -7,7 +7,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +70,13 @@ from ..storage.chunk_store import LostChunk
 from ..storage.ledger import MANIFEST, Ledger
 from ..tasks import end_tasks
 from ..weights.payload import TensorShare, everything
-from ..worker.weight_sync import OnPolicy, Upstreams, WeightSync
+from ..worker.weight_sync import (
+    OnPolicy,
+    Upstreams,
+    WeightSync,
+    known_successors,
+    learn_records,
+)
 from . import rundir
 from .factories import Factories, sandboxed
 from .page_queries import PageQueries
@@ -147,6 +161,8 @@ class PeerNode(Node):
         """That the trainer's release is newer than this node's; empty if it is not."""
         self.farewell = ""
         """Why this node left, once the run has ended."""
+        self.leads = False
+        """Whether this node has to lead the run from now on: only a standby may."""
         self.limits = HomeLimits(config.limits, data_dir, time.time(), fsync=config.fsync)
 
     async def run(self) -> None:
@@ -167,6 +183,10 @@ class PeerNode(Node):
 
     async def _take_part(self, joined: JoinedRun) -> None:
         """Do the role's work until the run ends."""
+        raise NotImplementedError
+
+    def lead_arguments(self) -> list[str]:
+        """Return the arguments of `primerl-node train` with which this node leads the run."""
         raise NotImplementedError
 
     def _commands(self) -> Mapping[str, Command]:
@@ -196,6 +216,7 @@ class PeerNode(Node):
             self._services = services
             services.paused = lambda: self.limits.why
             services.peers.hint(ticket.trainer, ticket.addresses)
+            learn_records(services.peers, ticket.run, known_successors(ledger), now=0)
             async with asyncio.TaskGroup() as tasks:
                 background = [
                     tasks.create_task(
@@ -404,10 +425,10 @@ class PeerNode(Node):
             self._fetching = ""
 
     async def _hello(self, services: NodeServices, ticket: Ticket) -> RunDocuments:
-        """Say hello until the trainer answers; it may not be up yet. Raises RunOver, NodeError."""
+        """Say hello until a leader of the run answers; it may not be up yet. Raises RunOver, NodeError."""
         pause, lines, start = RETRY_S, LogBackoff(), time.monotonic()
         limit = max(self._config.wait_for_trainer_s, LEAST_SILENCE_S)
-        while True:
+        for trainer in _leaders_to_ask(services, ticket):
             hello = Hello(
                 services.wire.newest,
                 self._peer_role,
@@ -419,15 +440,22 @@ class PeerNode(Node):
             )
             try:
                 welcome = await services.links.request(
-                    ticket.trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
+                    trainer, ALPN_CONTROL, hello, Welcome, deadline=HELLO_TIMEOUT_S
                 )
                 _check_welcome(welcome, services.wire, int(time.time()))
                 self._compare_release(welcome.software)
-                now = int(time.time())
-                return read_documents(welcome.manifest, ticket.trainer, ticket.run, now=now)
+                documents = read_documents(welcome.manifest, ticket.run, now=int(time.time()))
+                services.heads.trusted.trust(documents)
+                if welcome.leaders:
+                    await services.heads.admit_leaders(welcome.leaders)
+                services.leaders.check(trainer)
+                return documents
             except TransportError as error:
                 self._obstacle = f"the trainer is not reached: {error}"
                 waited = time.monotonic() - start
+                documents = self._documents_without_trainer(services, waited)
+                if documents is not None:
+                    return documents
                 if waited > limit:
                     raise NetworkError(
                         f"the trainer did not answer for {waited:.0f} s ({error}): is it running, and are "
@@ -436,7 +464,7 @@ class PeerNode(Node):
                 if lines.due():
                     logger.info(
                         "waiting for trainer %s, %.0f s%s: %s",
-                        short(ticket.trainer),
+                        short(trainer),
                         waited,
                         "" if math.isinf(limit) else f" of at most {limit:.0f}",
                         error,
@@ -448,7 +476,7 @@ class PeerNode(Node):
                     raise RunOver(refusal.detail) from refusal
                 if refusal.reason in KEY_REFUSALS:
                     raise key_error(refusal) from refusal
-                if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED):
+                if refusal.reason not in (Reason.BUSY, Reason.RATE_LIMITED, Reason.NOT_FOUND):
                     raise TicketError(f"the trainer refuses us: {refusal}") from refusal
                 self._obstacle = f"the trainer is busy: {refusal}"
             except RemoteProtocolError as error:
@@ -457,6 +485,13 @@ class PeerNode(Node):
                 raise TicketError(f"the trainer's run manifest is not genuine: {error}") from error
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, RETRY_MAX_S)
+        raise AssertionError  # leaders are asked for ever
+
+    def _documents_without_trainer(
+        self, services: NodeServices, waited: float
+    ) -> RunDocuments | None:
+        """Return the run's documents if this node goes on after `waited` seconds without a trainer."""
+        return None
 
     def _check_environments(self, run: RunManifest) -> None:
         """Raise UsageError if this node plays environments, and its owner has allowed none of the run's."""
@@ -507,7 +542,7 @@ class PeerNode(Node):
     async def _follow_while(self, joined: JoinedRun, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work` while the heads of the trainer, and of a few peers, are watched."""
         services = joined.services
-        trainer = HeadFollower(
+        leader = HeadFollower(
             services.heads,
             services.links,
             services.trainer,
@@ -517,10 +552,10 @@ class PeerNode(Node):
         )
         async with asyncio.TaskGroup() as tasks:
             watches = [
-                tasks.create_task(trainer.run()),
+                tasks.create_task(self._follow_leader(joined, leader)),
                 tasks.create_task(self._follow_peers(joined)),
-                tasks.create_task(self._stay_known(joined, trainer)),
-                tasks.create_task(self._leave_without_trainer(trainer)),
+                tasks.create_task(self._stay_known(joined, leader)),
+                tasks.create_task(self._leave_without_trainer(leader)),
             ]
             try:
                 await joined.upstreams.ask()
@@ -530,6 +565,30 @@ class PeerNode(Node):
             finally:
                 for task in watches:
                     task.cancel()
+
+    async def _follow_leader(self, joined: JoinedRun, follower: HeadFollower) -> None:
+        """Watch the node that leads the run; once a head of another one is newer, say hello to that one."""
+        services = joined.services
+        while not services.heads.ended:
+            leader = follower.peer
+            watch = asyncio.create_task(follower.run())
+            try:
+                while services.trainer == leader and not services.heads.ended:
+                    await services.heads.wait_news(services.heads.order(), LOOK_S)
+            finally:
+                await end_tasks(watch)
+            if services.heads.ended:
+                return
+            follower.peer = services.trainer
+            logger.warning(
+                "%s leads the run now, in epoch %d", short(follower.peer), services.heads.order()[0]
+            )
+            await self._hello(services, tickets.read(self._ticket, now=0))
+            self._obstacle = ""
+            await self._succeeded()
+
+    async def _succeeded(self) -> None:
+        """Do what a new leader of the run needs of this node, which it has admitted."""
 
     async def _stay_known(self, joined: JoinedRun, trainer: HeadFollower) -> None:
         """Tell the trainer our record whenever it comes back, and before the last one runs out."""
@@ -562,8 +621,9 @@ class PeerNode(Node):
                 continue
             silence += LOOK_S  # by ticks: this process, or the machine, may have slept itself
             limit = self._config.wait_for_trainer_s
-            if trainer.stopped and not reason:
-                reason = printable(trainer.stopped, MAX_NAME)
+            stopped = self._services.heads.stopped if self._services else ""
+            if stopped and not reason:
+                reason = printable(stopped, MAX_NAME)
                 if not self._config.wait:
                     raise NetworkError(
                         f"{reason}: `primerl-node join --data-dir {self.data_dir}` joins it again, "
@@ -585,7 +645,9 @@ class PeerNode(Node):
         followed: dict[bytes, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
             while not services.heads.ended:
-                wanted = joined.upstreams.nodes[:FOLLOWED_PEERS]
+                near, successors = joined.upstreams.nodes, joined.upstreams.successors
+                others = {services.key.node_id, services.trainer}
+                wanted = {*near[:FOLLOWED_PEERS], *successors} - others
                 for peer in [peer for peer in followed if peer not in wanted]:
                     followed.pop(peer).cancel()
                 for peer in [peer for peer in wanted if peer not in followed]:
@@ -760,6 +822,13 @@ def _check_welcome(welcome: Welcome, spoken: WireRange, now: int) -> None:
             f"the clock of this machine ({utc(now)}) is {abs(ahead)} s "
             f"{'ahead of' if ahead > 0 else 'behind'} the trainer's: set it"
         )
+
+
+def _leaders_to_ask(services: NodeServices, ticket: Ticket) -> Iterator[bytes]:
+    """Yield the nodes that may lead the run, again and again: the likeliest first."""
+    while True:
+        reachable = (node for node in services.leaders.places() if services.peers.get(node).record)
+        yield from dict.fromkeys((services.trainer, ticket.trainer, *reachable))
 
 
 class PeerHandler:

@@ -21,6 +21,7 @@ from ...crypto.hashing import DIGEST_BYTES, digest
 from ...crypto.keys import SecretKey
 from ...protocol import tickets
 from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leaders import Leaders
 from ...protocol.manifests import (
     Artifact,
     ChunkRef,
@@ -42,7 +43,7 @@ from ...protocol.messages import (
     Welcome,
 )
 from ...protocol.session import decode
-from ...protocol.trust import AdmittedHead, TrustedRun, read_documents
+from ...protocol.trust import AdmittedHead, TrustedRun, leaders_of, read_documents
 from ...protocol.version import (
     ALPN_BLOBS,
     ALPN_CONTROL,
@@ -162,6 +163,7 @@ class Outside:
     reach: Reach
     manifest: RunManifest | None = None
     """None where the trainer did not hand it out."""
+    leaders: Leaders | None = None
     model: dict[str, Any] | None = None
     """The model's config.json."""
 
@@ -228,7 +230,8 @@ async def _ask(
         await _time(reach.udp, control, limits)
         await _hello(outside, ticket, text, control, limits, clock)
         reach.nat = nat_of(reach.seen_from, end.addresses())
-        trusted = TrustedRun(ticket.run, ticket.trainer)
+        leaders = outside.leaders or Leaders(ticket.run, ticket.trainer)
+        trusted = TrustedRun(ticket.run, ticket.trainer, leaders=leaders)
         async with _connected(dial, limits.lanes) as lanes:
             if lanes:
                 outside.model = await _read_model(outside.manifest, lanes[0], limits)
@@ -399,7 +402,8 @@ async def _hello(
     reach.seen_from = printable(welcome.seen_from)
     if welcome.unix_time:
         reach.clock_ahead_s = now - welcome.unix_time
-    run = read_documents(welcome.manifest, ticket.trainer, ticket.run, now=0).manifest
+    documents = read_documents(welcome.manifest, ticket.run, now=0)
+    outside.leaders, run = leaders_of(documents, welcome.leaders), documents.manifest
     outside.manifest = run
     reach.run_name = printable(run.name)
     reach.environments = tuple(printable(environment.id) for environment in run.environments)
@@ -471,7 +475,7 @@ async def _heads(
 
     async def ask_after(version: int) -> int:
         reply = await ask(control, GetHeads(version), Heads, deadline=limits.reply_s)
-        own = TrustedRun(trusted.run, trusted.trainer)
+        own = TrustedRun(trusted.run, trusted.trainer, leaders=trusted.leaders)
         for notice in reply.notices:
             head, _ = own.admit(notice.head, now=0)
             heads[head.order] = head, notice

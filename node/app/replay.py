@@ -19,18 +19,19 @@ import numpy as np
 from pydantic import ValidationError
 
 from ...crypto.hashing import digest, short
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import RemoteProtocolError
-from ...protocol.manifests import Artifact, PolicyHead, PolicyManifest, RunManifest
+from ...protocol.leaders import Leaders
+from ...protocol.manifests import Artifact, PolicyHead, PolicyManifest
 from ...protocol.session import decode
-from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
+from ...protocol.trust import AdmittedHead, RunDocuments, leaders_of, read_documents
 from ..config.loader import load
 from ..config.run import RunConfig, TrainedEnvironment
 from ..config.training import TrainingConfig
 from ..errors import StorageError, UsageError
 from ..gpus import is_on_gpu, usable
 from ..storage.chunk_store import CHUNKS, chunk_path
-from ..storage.ledger import MANIFEST, LedgerView
+from ..storage.ledger import LEADERS, MANIFEST, LedgerView
 from ..storage.rollouts import KeptRollout, RolloutFiles, StepSettings
 from ..storage.run_files import CHECKPOINTS, CONFIG, METRICS, ROLLOUTS, check_free
 from ..trainer.kept_rollouts import kept_batch
@@ -100,8 +101,8 @@ class _Batch:
 class PublishedVersions:
     """The signed versions that a run's directory still names, and their weights where the chunks are held."""
 
-    def __init__(self, documents: RunDocuments, chunks: Path) -> None:
-        self._documents = documents
+    def __init__(self, leaders: Leaders, chunks: Path) -> None:
+        self._leaders = leaders
         self._chunks = chunks
         self._heads: dict[int, AdmittedHead] = {}
         self._chain = VersionChain()
@@ -109,9 +110,8 @@ class PublishedVersions:
 
     def open(self, sealed: bytes) -> AdmittedHead:
         """Check a head's signature. Raises RemoteProtocolError."""
-        run, trainer = self._documents.run_id, self._documents.manifest.trainer
-        opened = unseal(sealed, Purpose.HEAD, PolicyHead, now=0, run=run, signer=trainer)
-        return AdmittedHead(opened.body, digest(opened.payload), sealed)
+        opened = self._leaders.unseal(sealed, Purpose.HEAD, PolicyHead)
+        return AdmittedHead(opened.body, digest(opened.payload), sealed, opened.signer)
 
     def add(self, sealed: bytes, document: bytes) -> None:
         """Learn of a head and its manifest; those of later epochs come later. Raises RemoteProtocolError."""
@@ -268,9 +268,9 @@ def _read_ledger(data_dir: Path) -> tuple[RunDocuments, PublishedVersions]:
         sealed = view.get(MANIFEST)
         if sealed is None:
             raise StorageError(f"the ledger in {data_dir} names no run: it was never started")
-        trainer = unseal(sealed, Purpose.RUN, RunManifest, now=0).body.trainer
-        documents = read_documents(sealed, trainer, now=int(time.time()))
-        published = PublishedVersions(documents, data_dir / CHUNKS)
+        documents = read_documents(sealed, now=int(time.time()))
+        leaders = leaders_of(documents, view.get(LEADERS) or b"")
+        published = PublishedVersions(leaders, data_dir / CHUNKS)
         for head, document in view.heads():
             published.add(head, document)
     except (RemoteProtocolError, WeightsError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
+from ...protocol.errors import RemoteProtocolError
 from ..config.reload import ConfigSource
 from ..config.run import NodeConfig
 from ..errors import BusyError, NodeError, UsageError, first_cause
@@ -97,6 +98,27 @@ class Node:
             raise BusyError("this node has no peers at present: it follows no run, or is starting")
         return await ping(self._services, peer, wait_s)
 
+    async def _leaders(self, sealed: str = "") -> dict[str, object]:
+        """Take the root's list of leaders from its owner, if one is given; return the one that is known.
+
+        Raises UsageError for one that its root did not sign; BusyError before this node is in a run.
+        """
+        services = self._services
+        if services is None:
+            raise BusyError("this node is in no run yet: ask again in a moment")
+        if sealed:
+            try:
+                await services.heads.admit_leaders(bytes.fromhex(sealed))
+            except (ValueError, RemoteProtocolError) as error:
+                raise UsageError(f"this list of leaders is not taken: {error}") from error
+        return {
+            "run": services.run_id.hex(),
+            "trainer": services.leaders.trainer.hex(),
+            "root": (services.leaders.root or services.leaders.trainer).hex(),
+            "leader": services.trainer.hex(),
+            "leaders": services.leaders.sealed.hex(),
+        }
+
     async def _link(self) -> dict[str, object]:
         return {"link": self._dashboard.link}
 
@@ -141,6 +163,7 @@ class Node:
             "peers": self.peers,
             "ping": self._ping,
             "dashboard": self._link,
+            "leaders": self._leaders,
             "stop": self.request_stop,
             "reload": self.reload,
         }

@@ -110,7 +110,6 @@ async def open_services(
         yield NodeServices(
             key=key,
             run_id=run_id,
-            trainer=trainer,
             role=role,
             config=config,
             ledger=ledger,

@@ -6,14 +6,17 @@ import logging
 import math
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 from pathlib import Path
 
+from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
 from ...protocol.audits import held_versions
 from ...protocol.errors import RemoteProtocolError
+from ...protocol.leaders import Leaders
 from ...protocol.reputation import ban_test
 from ...protocol.trust import RunDocuments
 from ..config.run import RunConfig
@@ -25,6 +28,7 @@ from ..errors import (
     EngineError,
     RankFailed,
     RunFailed,
+    SteppedDown,
     UsageError,
     first_cause,
     one_line,
@@ -45,7 +49,7 @@ from ..reports import summary
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
-from ..storage.run_files import EVALUATIONS, ROLLOUTS, begun_on, weights_dir
+from ..storage.run_files import EVALUATIONS, ROLLOUTS, begun_on, is_copy, weights_dir
 from ..tasks import end_tasks
 from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
@@ -60,6 +64,7 @@ from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply, lease_p
 from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
 from ..trainer.status_view import show_training, worker_rows
 from ..trainer.submissions import SubmissionQueue, SubmissionReceiver
+from ..trainer.succession import GIVE_S, HandOver, OtherLeaders
 from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer, buffer_capacity
 from ..training.curriculum import Curriculum
@@ -217,9 +222,10 @@ class Verification:
         environments: Sequence[Environment],
         publisher: Publisher,
         progress: Progress,
+        leaders: Leaders,
         patience_s: Callable[[], float] = lambda: 0.0,
     ) -> Verifier:
-        """Make a verifier for the versions that `publisher` holds.
+        """Make a verifier for the versions that `publisher` holds, and work that `leaders` leased.
 
         An audit waits for others for `patience_s` at most; the clock of `progress` counts the time of audits.
         """
@@ -231,16 +237,15 @@ class Verification:
             epoch=lambda: publisher.order[0],
             chance=random.SystemRandom(),
         )
-        run_id, states = self._documents.run_id, publisher.states
         readings = None
         if self._reader is not None and self._calibration is not None:
             readings = Readings(NoiseEnvelope(own, self._reader), self._calibration)
         return Verifier(
-            run_id,
+            leaders,
             run,
             environments,
             audits,
-            states,
+            publisher.states,
             CopyDetector(),
             readings,
             clock=progress.clock,
@@ -320,6 +325,8 @@ class TrainerNode(IssuingNode):
         self._hints: Hints | None = None
         self._teachers: Sequence[Teacher] = ()
         self._encoders = Encoders()
+        self._hand_over = HandOver(lambda: [])
+        self._others: OtherLeaders | None = None
         self._backend = self._factories.backend(config)
 
     async def run(self) -> None:
@@ -331,6 +338,7 @@ class TrainerNode(IssuingNode):
                 "pardon": self._pardon,
                 "bans": self._bans,
                 "retire": self._retire,
+                "handover": self._give_run,
                 **self.ticket_commands,
             }
             await self.serve(lambda: self._work(ledger), commands, self._config.name)
@@ -368,7 +376,25 @@ class TrainerNode(IssuingNode):
                 self._services = services
                 self._clock.reach("ticket")
                 self._announce(self.issued.current().text)
-                await self._open(services, documents, environments, starting, model_dir)
+                await self._lead(
+                    services, self._open(services, documents, environments, starting, model_dir)
+                )
+
+    async def _lead(self, services: NodeServices, work: Coroutine[None, None, None]) -> None:
+        """Do the work of the run's leader while this node is it. Raises SteppedDown, and what `work` does."""
+        newest = services.heads.latest()
+        goes_on = newest is not None and is_copy(self._config.run_dir)
+        self._hand_over = HandOver(lambda: services.leaders.others(self.key.node_id))
+        others = self._others = OtherLeaders(
+            services, newest.head.term if newest and goes_on else -1
+        )
+        async with asyncio.TaskGroup() as tasks:
+            watches = [tasks.create_task(others.run()), tasks.create_task(others.watch())]
+            try:
+                await work
+            finally:
+                for watch in watches:
+                    watch.cancel()
 
     async def _open(
         self,
@@ -622,6 +648,7 @@ class TrainerNode(IssuingNode):
                 run.environments,
                 publisher,
                 progress,
+                services.leaders,
                 # longer, and the trainer would often wait for them: it does as soon as a step is done
                 lambda: registry.book.lead.step_s / 2 if progress.training else 0.0,
             ),
@@ -648,11 +675,11 @@ class TrainerNode(IssuingNode):
             resume_points=role.resume_points,
             ledger=services.ledger,
             store=services.store,
-            standbys=read_nodes("checkpoint.standbys", config.checkpoint.standbys),
+            hand_over=self._hand_over,
             announced=lambda: services.heads.order()[1],
         )
         receiver = SubmissionReceiver(scheduler, submissions, boot)
-        handler = ControlHandler(scheduler, receiver, backups)
+        handler = ControlHandler(scheduler, receiver, backups, self._hand_over)
         startup = Startup(
             config, run.environments, self._backend, run.evaluator, self._clock, self._enter
         )
@@ -668,6 +695,8 @@ class TrainerNode(IssuingNode):
             try:
                 with self._clock.phase("restart" if again else "start"):
                     await started
+                    if self._others is not None:
+                        await self._others.ask()
                 background += [group.create_task(supply.run(scheduler)) for supply in tasks]
                 background.append(group.create_task(_finished(run.evaluated)))
                 step = await startup.first_version(role, services.ledger, boot, restarted=again)
@@ -679,7 +708,7 @@ class TrainerNode(IssuingNode):
                 )
                 self.phase = "running"
                 with self._clock.phase("training"):
-                    await role.run(step)
+                    await self._until_handed_over(role.run(step))
             except BaseException as error:
                 if not background[0].cancelling():  # otherwise no request is answered any more
                     await self._tell_workers(services, registry.left(), error)
@@ -697,15 +726,36 @@ class TrainerNode(IssuingNode):
             for task in background:
                 task.cancel()
 
+    async def _until_handed_over(self, training: Coroutine[None, None, None]) -> None:
+        """Train until the end, or until the run is handed over. Raises SteppedDown then."""
+        hand_over = self._hand_over
+        async with asyncio.TaskGroup() as tasks:
+            task, wanted = tasks.create_task(training), tasks.create_task(hand_over.wanted.wait())
+            await asyncio.wait({task, wanted}, return_when=asyncio.FIRST_COMPLETED)
+            wanted.cancel()
+            if task.done():
+                return
+            self._enter("handing over", f"to {short(hand_over.successor)}")
+            await end_tasks(task)  # which writes a checkpoint
+            hand_over.ready = True
+            await asyncio.wait_for(hand_over.taken.wait(), GIVE_S)
+            await asyncio.sleep(self.farewell.stopped_s)  # for the answers that say so
+        raise SteppedDown(f"the run was handed over to {hand_over.successor.hex()}")
+
     async def _tell_workers(
         self, services: NodeServices, left: set[bytes], error: BaseException
     ) -> None:
         """Tell workers why the trainer ends, and whether it may come back."""
         cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
-        if isinstance(cause, RankFailed):
-            return  # new ranks go on at once
+        if isinstance(cause, RankFailed | SteppedDown):
+            return  # new ranks go on at once, or another node does
+        newest, own = services.heads.latest(), self.key.node_id
         if isinstance(cause, RunFailed):
             await services.heads.end(str(cause), "failed")
+        elif newest is not None and newest.signer != own:
+            return  # another node leads the run
+        elif services.leaders.others(own) and not isinstance(cause, asyncio.CancelledError):
+            return  # to a standby this is a loss: it goes on
         else:
             await services.heads.end("the trainer was stopped and may be resumed", "stopped")
         await services.head_server.wait_told((), left, self.farewell.stopped_s)
@@ -759,6 +809,12 @@ class TrainerNode(IssuingNode):
             status.evaluating = self._evaluation.version
             status.evaluations = self._evaluation.log.latest()
         return status
+
+    async def _give_run(self) -> dict[str, object]:
+        if self.phase != "running":
+            raise BusyError("no step can be taken yet: ask again in a moment")
+        successor = await self._hand_over.give(time.monotonic())
+        return {"node": successor.hex()}
 
     async def _ban(self, name: str, why: str = "", lasts_s: float | None = None) -> BanRow:
         return self._registry().ban(name, why, lasts_s)

@@ -244,6 +244,10 @@ class WorkerNode(PeerNode):
     def _hand_back(self) -> int:
         return self._role.hand_back("paused by its owner") if self._role is not None else 0
 
+    async def _succeeded(self) -> None:
+        if self._role is not None:
+            await self._role.succeeded()
+
     def _waits_for(self) -> str:
         stages, role = self._stages, self._role
         if stages is not None and stages.waits_for:

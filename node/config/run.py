@@ -58,9 +58,9 @@ class CheckpointConfig(BaseConfig):
     """Keep the first one, too: `primerl-node replay` recomputes a run from there."""
     weights_interval: Annotated[int, Field(ge=0)] = 0
     """Steps between exports of the weights to weights/step_N, for `eval` and others; 0: the last step only."""
-    standbys: list[str] = []
-    """Node ids (hex) that may copy all that this trainer's disk has of the run, its key apart (`join --role
-    standby`): if the disk is lost, a trainer goes on from the copy."""
+    root: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    """Id of the key, kept off the network, that certifies which standbys may lead the run if this trainer is
+    lost (`primerl-node root init`); empty: this trainer's own key does. A run keeps the one it began with."""
 
 
 class ResumeConfig(BaseConfig):
@@ -620,7 +620,7 @@ class JoinConfig(NodeConfig):
 
     role: Literal["inference", "validator", "standby"] = "inference"
     """`inference` generates rollouts; `validator` audits those of others; `standby` keeps a copy of the run,
-    from which a trainer can go on."""
+    and leads it if its trainer is lost."""
     ticket: str = ""
     """The join ticket that the trainer printed, or a file or an https link that holds it."""
     limits: LimitsConfig = LimitsConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
@@ -632,6 +632,9 @@ class JoinConfig(NodeConfig):
     wait_for_trainer_s: Annotated[float, Field(ge=0)] = 3600.0
     """Time to wait for a trainer that does not answer (60 s at least), or that was stopped (see wait), before
     leaving; inf: for ever."""
+    takeover_config: Annotated[Path, AfterValidator(expand_home)] | None = None
+    """File with what differs on this standby's machine from the trainer's config, if it has to lead the run:
+    devices, paths."""
     pp: PipelineConfig = PipelineConfig()
 
     @model_validator(mode="after")

@@ -112,7 +112,7 @@ class ControlServer:
             return {"error": str(error)}
 
 
-def ask(data_dir: Path, command: str, **arguments: Any) -> Any:
+def ask(data_dir: Path, command: str, *, timeout_s: float = ASK_TIMEOUT_S, **arguments: Any) -> Any:
     """Ask the node that runs in `data_dir`; returns decoded JSON.
 
     Raises:
@@ -120,7 +120,7 @@ def ask(data_dir: Path, command: str, **arguments: Any) -> Any:
     """
     path = socket_path(data_dir)
     try:
-        with connected(path, ASK_TIMEOUT_S) as connection:
+        with connected(path, timeout_s) as connection:
             request = (
                 {"command": command, "arguments": arguments} if arguments else {"command": command}
             )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 
+import msgspec
+
 from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import PolicyManifest
@@ -23,10 +25,10 @@ from ...protocol.messages import (
     RunEnded,
     WatchHeads,
 )
-from ...protocol.trust import AdmittedHead, TrustedRun
+from ...protocol.trust import AdmittedHead, TrustedRun, read_documents
 from ...protocol.version import ALPN_CONTROL, MAX_MESSAGE, MAX_NAME
 from ..storage.chunk_store import Store
-from ..storage.ledger import Ledger
+from ..storage.ledger import LEADERS, MANIFEST, Ledger
 from .connections import ConnectionPool
 from .rpc import Refused, receive_reply, send
 from .transport import Stream, TransportError
@@ -60,6 +62,12 @@ class HeadStore:
         """How the run ended; `stopped` only at a trainer, which tells its watchers."""
         self.unwatched_since = time.monotonic()
         """Since when the trainer has been silent; infinite while it is heard."""
+        self.stopped = ""
+        """Message of a trainer that was stopped and may be resumed; empty once it is heard again."""
+        self.news_at = time.monotonic()
+        """When the newest head came, from anybody."""
+        if documents := ledger.get(MANIFEST):
+            self._restore_leaders(documents)
         for sealed, manifest in ledger.heads():
             self._restore(sealed, manifest)
 
@@ -79,6 +87,8 @@ class HeadStore:
 
     async def admit(self, notice: HeadNotice) -> bool:
         """Add a head from anybody; return whether it was news. Raises RemoteProtocolError, Equivocation."""
+        if notice.leaders:
+            await self.admit_leaders(notice.leaders)
         head, news = self._trusted.admit(notice.head, now=int(time.time()))
         if notice.manifest and head.order not in self._manifests:
             self._trusted.check_manifest(head, notice.manifest)
@@ -87,6 +97,15 @@ class HeadStore:
         if news:
             document = self._manifests.get(head.order, b"")
             self._ledger.add_head(*head.order, head.sealed, document)
+            self.news_at = time.monotonic()
+            await self.wake()
+        return news
+
+    async def admit_leaders(self, sealed: bytes) -> bool:
+        """Take a newer list of leaders from anybody; return whether it was. Raises RemoteProtocolError."""
+        news = self._trusted.admit_leaders(sealed)
+        if news:
+            self._ledger.set(LEADERS, sealed)
             await self.wake()
         return news
 
@@ -107,10 +126,14 @@ class HeadStore:
         heads = self._trusted.heads
         return [heads[order] for order in sorted(heads) if order[0] == epoch]
 
-    def notice(self, head: AdmittedHead) -> HeadNotice:
-        """Make the message that announces a head."""
+    def notice(self, head: AdmittedHead, *, first: bool = True) -> HeadNotice:
+        """Make the message that announces a head; only the `first` one of a reply has the list of leaders."""
         document = self._manifests.get(head.order, b"")
-        return HeadNotice(head.sealed, document if len(document) <= INLINE_MANIFEST else b"")
+        return HeadNotice(
+            head.sealed,
+            document if len(document) <= INLINE_MANIFEST else b"",
+            (first and self._trusted.leaders.sealed) or msgspec.UNSET,
+        )
 
     def forget(self, below: int) -> None:
         """Drop versions of the newest epoch below one, and all of earlier epochs."""
@@ -157,10 +180,19 @@ class HeadStore:
         async with self._news:
             self._news.notify_all()
 
+    def _restore_leaders(self, manifest: bytes) -> None:
+        try:
+            documents = read_documents(manifest, self._trusted.run, now=0)
+            self._trusted.trust(documents, self._ledger.get(LEADERS) or b"")
+        except RemoteProtocolError as error:
+            logger.error("the leaders of the run in %s are left out: %s", self._ledger.path, error)
+
     def _restore(self, sealed: bytes, manifest: bytes) -> None:
         try:
             head, _ = self._trusted.admit(sealed, now=0)
         except RemoteProtocolError as error:
+            if error.reason == Reason.WRONG_SIGNER:
+                return  # of a leader that was revoked
             logger.error(
                 "a head in %s was damaged on the disk and is left out: %s", self._ledger.path, error
             )
@@ -264,7 +296,7 @@ class HeadServer:
         for head in self._book.held():
             if head.head.version < first:
                 continue
-            notice = self._book.notice(head)
+            notice = self._book.notice(head, first=not notices)
             size += len(notice.head) + len(notice.manifest) + 32
             if len(notices) == MAX_HEADS or size > MAX_MESSAGE // 2:
                 break
@@ -300,7 +332,7 @@ class HeadFollower:
     ) -> None:
         self._book = book
         self._links = links
-        self._peer = peer
+        self.peer = peer
         self._authority = authority
         self._on_fraud = on_fraud
         self._on_refusal = on_refusal
@@ -309,8 +341,8 @@ class HeadFollower:
         """Set at every message; a waiter for the next one clears it."""
         self.came_back = asyncio.Event()
         """Set by the first message of every watch."""
-        self.stopped = ""
-        """Message of a trainer that was stopped and may be resumed; empty once it is heard again."""
+        self.tried = asyncio.Event()
+        """Set once this neighbour has answered, or has not."""
 
     async def run(self) -> None:
         """Follow until the run ends."""
@@ -320,16 +352,17 @@ class HeadFollower:
                 await self._follow()
             except Refused as refusal:
                 self._on_refusal(refusal)
-                logger.info("%s gives us no heads: %s", short(self._peer), refusal)
+                logger.info("%s gives us no heads: %s", short(self.peer), refusal)
             except RemoteProtocolError as error:
                 if error.reason == Reason.EQUIVOCATION:
                     self._on_fraud(error)
                     return
-                logger.warning("bad head from %s: %s", short(self._peer), error)
+                logger.warning("bad head from %s: %s", short(self.peer), error)
                 if error.reason == Reason.WRONG_VERSION and not self._authority:
                     return  # it will not speak another one before it is started anew
             except (TransportError, TimeoutError) as error:
-                logger.debug("watch of %s broke: %s", short(self._peer), error)
+                logger.debug("watch of %s broke: %s", short(self.peer), error)
+            self.tried.set()
             pause = RECONNECT_S if self.connected else min(pause * 1.5, RECONNECT_MAX_S)
             self.connected = False
             if self._authority and self._book.unwatched_since == math.inf:
@@ -337,7 +370,7 @@ class HeadFollower:
             await asyncio.sleep(pause)
 
     async def _follow(self) -> None:
-        connection = await self._links.get(self._peer, ALPN_CONTROL)
+        connection = await self._links.get(self.peer, ALPN_CONTROL)
         stream = await connection.open_stream()
         try:
             epoch, version = self._book.order()
@@ -351,13 +384,14 @@ class HeadFollower:
                 if not self.connected:
                     self.came_back.set()
                 if self._authority:
-                    self._book.unwatched_since = math.inf
-                self.connected, self.stopped = True, ""
+                    self._book.unwatched_since, self._book.stopped = math.inf, ""
+                self.connected = True
                 self.heard.set()
                 if isinstance(news, HeadNotice):
                     await self._book.admit(news)
+                self.tried.set()
         except (TransportError, TimeoutError):
-            await self._links.drop(self._peer, ALPN_CONTROL)
+            await self._links.drop(self.peer, ALPN_CONTROL)
             raise
         finally:
             await stream.abort()
@@ -367,6 +401,6 @@ class HeadFollower:
         if not self._authority:
             return
         if news.outcome == "stopped":
-            self.stopped = news.detail or "the trainer was stopped"
+            self._book.stopped = news.detail or "the trainer was stopped"
         else:
             await self._book.end(news.detail, news.outcome)

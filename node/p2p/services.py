@@ -17,6 +17,7 @@ from ... import __version__
 from ...crypto.keys import SecretKey
 from ...protocol.envelope import ANYBODY, Opened, Purpose, seal, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leaders import Leaders
 from ...protocol.manifests import PeerRecord, Role
 from ...protocol.messages import Accepted, Goodbye, Message
 from ...protocol.trust import Equivocation, EquivocationProof
@@ -73,7 +74,6 @@ class NodeServices:
 
     key: SecretKey
     run_id: bytes
-    trainer: bytes
     role: Role
     config: NodeConfig
     ledger: Ledger
@@ -108,6 +108,16 @@ class NodeServices:
     keep_chunks: set[bytes] = field(default_factory=set[bytes])
     """Chunks that are not weights and are never collected: model files, manifests."""
 
+    @property
+    def trainer(self) -> bytes:
+        """Id of the node that leads the run: ours at a trainer, else that of the newest head's signer."""
+        return self.key.node_id if self.role == "trainer" else self.heads.trusted.leader
+
+    @property
+    def leaders(self) -> Leaders:
+        """The nodes that may lead the run: what one of them has signed counts."""
+        return self.heads.trusted.leaders
+
     def seal(
         self,
         purpose: Purpose,
@@ -138,18 +148,15 @@ class NodeServices:
         signer: bytes | None = None,
         recipient: bytes | None = None,
     ) -> Opened[T]:
-        """Open an envelope of this run, by its trainer if no `signer` is given.
+        """Open an envelope of this run, by a leader of it if no `signer` is given.
 
         It must not have expired, unless `now` is 0. Raises RemoteProtocolError.
         """
+        at = int(time.time() if now is None else now)
+        if signer is None:
+            return self.leaders.unseal(sealed, purpose, kind, now=at, recipient=recipient)
         return unseal(
-            sealed,
-            purpose,
-            kind,
-            now=int(time.time() if now is None else now),
-            run=self.run_id,
-            signer=signer or self.trainer,
-            recipient=recipient,
+            sealed, purpose, kind, now=at, run=self.run_id, signer=signer, recipient=recipient
         )
 
     async def ask_trainer(self, message: Message, kind: type[T], *, deadline: float) -> T:

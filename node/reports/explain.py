@@ -10,15 +10,17 @@ from pathlib import Path
 import msgspec
 
 from ...protocol.audits import draw, is_audited
-from ...protocol.envelope import Purpose, read_envelope, unseal
+from ...protocol.envelope import Purpose, read_envelope
 from ...protocol.errors import Reason, RemoteProtocolError
-from ...protocol.manifests import ProofContract, RunManifest, run_id
+from ...protocol.leaders import Leaders
+from ...protocol.manifests import ProofContract, RunManifest
 from ...protocol.numerics import ENVELOPE, ClassBounds
 from ...protocol.rollouts import Evidence, PipelineVerdict, Verdict
 from ...protocol.session import decode
+from ...protocol.trust import leaders_of, read_documents
 from ...protocol.validators import decode_records
 from ..errors import NodeError, StorageError, UsageError, printable
-from ..storage.ledger import MANIFEST, VALIDATORS, KeptVerdict, LedgerView
+from ..storage.ledger import LEADERS, MANIFEST, VALIDATORS, KeptVerdict, LedgerView
 from ..verification.judgement import REASONS
 
 
@@ -364,17 +366,12 @@ class _Book:
     view: LedgerView
     run_id: bytes
     manifest: RunManifest
+    leaders: Leaders
 
     def open(self, record: KeptVerdict) -> Verdict:
-        """Open a verdict. Raises RemoteProtocolError if the run's trainer did not sign it for that node."""
-        return unseal(
-            record.sealed,
-            Purpose.VERDICT,
-            Verdict,
-            now=0,
-            run=self.run_id,
-            signer=self.manifest.trainer,
-            recipient=record.node,
+        """Open a verdict. Raises RemoteProtocolError if no leader of the run signed it for that node."""
+        return self.leaders.unseal(
+            record.sealed, Purpose.VERDICT, Verdict, recipient=record.node
         ).body
 
 
@@ -540,12 +537,11 @@ def _book(path: Path, view: LedgerView) -> _Book:
     if sealed is None:
         raise StorageError(f"{path} has no run: no trainer has admitted this node yet")
     try:
-        opened = unseal(sealed, Purpose.RUN, RunManifest, now=0)
-        name = run_id(opened.payload)
-        unseal(sealed, Purpose.RUN, RunManifest, now=0, run=name, signer=opened.body.trainer)
+        documents = read_documents(sealed, now=0)
+        leaders = leaders_of(documents, view.get(LEADERS) or b"")
     except RemoteProtocolError as error:
         raise StorageError(f"the run manifest in {path} is not genuine ({error})") from error
-    return _Book(path, view, name, opened.body)
+    return _Book(path, view, documents.run_id, documents.manifest, leaders)
 
 
 def _explain(book: _Book, record: KeptVerdict, verdict: Verdict) -> Explanation:

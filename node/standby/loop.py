@@ -1,8 +1,11 @@
-"""The standby role: ask the trainer for backups of the run, and keep the newest.
+"""The standby role: keep the newest backup of the run, and take over when its trainer is lost.
 
-It computes nothing. A backup is believed because the trainer's own connection brought its digests.
+It computes nothing. A backup is believed because the trainer's own connection brought its digests. The trainer
+is lost once neither it nor any newer head was heard for a lease of the root's list; the n-th successor waits n
+leases. A trainer that said that its operator stopped it is not lost.
 """
 
+import asyncio
 import logging
 import time
 
@@ -10,11 +13,12 @@ from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import RunManifest
 from ...protocol.messages import Backup, BackupWait, GetBackup
-from ..errors import NetworkError
+from ..errors import NetworkError, UsageError
 from ..p2p.rpc import Refused
 from ..p2p.services import NodeServices
 from ..p2p.transport import TransportError
 from ..p2p.waiting import LogBackoff
+from ..tasks import end_tasks
 from .mirror import Mirror
 
 logger = logging.getLogger(__name__)
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 ASK_TIMEOUT_S = 300.0
 """Time for a backup to be made: a checkpoint of some hundred GB is hashed meanwhile."""
 PAUSE_S, PAUSE_MAX_S = 1.0, 10.0
+LOOK_S = 0.5
+"""Pause between two looks whether the trainer is lost."""
 REFUSED_PAUSE_S = 30.0
 """Pause after the trainer refused this node as a standby: its operator may add it."""
 
@@ -38,6 +44,8 @@ class StandbyRole:
         self._lines = LogBackoff()
         self.brought_at = 0.0
         """Unix seconds at which the newest was complete."""
+        self.takes_over = ""
+        """Why this node leads the run from now on; empty while it does not."""
 
     @property
     def waits_for(self) -> str:
@@ -45,10 +53,22 @@ class StandbyRole:
         return self._obstacle
 
     async def run(self) -> None:
-        """Follow until the run ends. Raises StorageError."""
+        """Follow until the run ends, or this node has to lead it. Raises StorageError."""
+        copying = asyncio.create_task(self._copy(), name="backups")
+        try:
+            while not self._heads.ended and not self.takes_over and not copying.done():
+                await self._heads.end_without_trainer(self.mirror.step, self._run.max_steps)
+                self._look_for_loss()
+                await asyncio.wait([copying], timeout=LOOK_S)
+            if copying.done():
+                copying.result()
+        finally:
+            await end_tasks(copying)
+
+    async def _copy(self) -> None:
+        """Bring backups until the run ends, or is handed over to this node. Raises StorageError."""
         pause = PAUSE_S
-        while not self._heads.ended:
-            await self._heads.end_without_trainer(self.mirror.step, self._run.max_steps)
+        while not self._heads.ended and not self.takes_over:
             try:
                 wait = await self._step()
                 pause, self._obstacle = PAUSE_S, ""
@@ -68,6 +88,8 @@ class StandbyRole:
             deadline=ASK_TIMEOUT_S,
         )
         if isinstance(reply, BackupWait):
+            if reply.lead:
+                self.takes_over = "the trainer has handed it over"
             return reply.retry_after_ms / 1000
         began, before = time.monotonic(), self.mirror.fetched
         services = self._services
@@ -86,13 +108,36 @@ class StandbyRole:
         )
         return 0.0
 
+    def take(self) -> None:
+        """Lead the run from now on, as the operator wants it. Raises UsageError while it has a trainer."""
+        if self.mirror.step < 0:
+            raise UsageError("there is no copy of the run here yet")
+        if self._silence() == 0 and not self._heads.stopped:
+            raise UsageError(
+                "the trainer is there: `primerl-node handover` in its data directory hands the run over"
+            )
+        self.takes_over = "its operator wants it"
+
+    def _look_for_loss(self) -> None:
+        """Take over if the trainer was silent for our lease."""
+        listed, own = self._services.leaders.listed, self._services.key.node_id
+        if listed is None or own not in self._services.leaders or self.mirror.step < 0:
+            return
+        turn = 1 + self._services.leaders.others(self._services.trainer).index(own)
+        if self._silence() >= turn * listed.lease_s and not self._heads.stopped:
+            self.takes_over = f"its trainer was silent for {self._silence():.0f} s"
+
+    def _silence(self) -> float:
+        """Return the seconds since the trainer, or a newer head of it, was heard; 0 while it is."""
+        return max(0.0, time.monotonic() - max(self._heads.unwatched_since, self._heads.news_at))
+
     def _explain(self, error: Exception, pause: float) -> float:
         """Report why there was no backup; return the seconds to wait."""
         self._obstacle = f"the trainer gives no backup: {error}"
         if isinstance(error, Refused) and error.reason == Reason.NOT_ADMITTED:
             logger.error(
-                "the trainer gives this node no backups (%s). Its id, for checkpoint.standbys of the trainer: "
-                "%s. Asking again in %.0f s",
+                "the trainer gives this node no backups (%s). Its id, for `primerl-node root certify`: %s. "
+                "Asking again in %.0f s",
                 error.detail,
                 self._services.key.node_id.hex(),
                 REFUSED_PAUSE_S,

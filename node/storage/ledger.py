@@ -98,6 +98,8 @@ HONEST_KEPT = 2048
 """Measured rollouts of reference workers, of each numerics class."""
 MANIFEST = "manifest"
 """Key of the sealed RunManifest of the run that the ledger is of."""
+LEADERS = "leaders"
+"""Key of the sealed LeaderList of that run, if its root has signed one."""
 VALIDATORS = "validators"
 """Key of a trainer's records of validators (protocol/validators.py)."""
 

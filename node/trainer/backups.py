@@ -1,7 +1,7 @@
 """Backups of a running run, for standbys on other machines: what `--resume` reads, without the trainer's key.
 
 Invariants: a backup is what a kill at one moment could have left: the ledger is copied after checkpoint and
-resume points were linked, never before. Nodes that `checkpoint.standbys` does not name learn of no backup, and
+resume points were linked, never before. Nodes that may not lead the run learn of no backup, and
 names of its chunks cannot be guessed. What a standby may still be fetching stays on the disk: the last backup
 and the one before it.
 """
@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ..storage.ledger import Ledger
 from ..storage.run_files import CHECKPOINTS, CONFIG, EVALUATIONS, MARK, METRICS, backed_up
 from ..training.checkpoint import Checkpoints
 from ..training.resume_points import ResumePoints
+from .succession import HandOver
 
 logger = logging.getLogger(__name__)
 
@@ -55,16 +56,21 @@ class Backups:
         resume_points: ResumePoints,
         ledger: Ledger,
         store: FileStore,
-        standbys: Iterable[bytes],
+        hand_over: HandOver,
         announced: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The ledger is in the trainer's data directory; `announced` returns the newest version."""
+        """The ledger is in the trainer's data directory; `announced` returns the newest version.
+
+        The nodes that may take the run over get backups; the successor of `hand_over` gets the last one.
+        """
         self._run_dir = run_dir
         self._staged = ledger.path.parent / STAGED
         self._ledger = ledger
         self._store = store
-        self._standbys = frozenset(standbys)
+        self._hand_over = hand_over
+        self._last = False
+        """Whether the newest backup was made after training had ended."""
         self._announced = announced
         self._clock = clock
         self._checkpoints = checkpoints
@@ -85,18 +91,23 @@ class Backups:
 
         Raises RemoteProtocolError (NOT_ADMITTED), StorageError.
         """
-        if peer not in self._standbys:
+        if peer not in self._hand_over.may_lead():
             raise RemoteProtocolError(
                 Reason.NOT_ADMITTED,
-                "no standby of this run: ask its operator to add your id to checkpoint.standbys",
+                "no standby of this run: ask its operator to certify your id (`primerl-node root certify`)",
             )
+        hand_over = self._hand_over
+        hand_over.standbys[peer] = self._clock()
+        last = hand_over.ready and peer == hand_over.successor
         async with self._lock:
-            if self._clock() - self._made_at >= LEAST_AGE_S:
+            if self._clock() - self._made_at >= LEAST_AGE_S or (last and not self._last):
                 made = await asyncio.to_thread(self._make, self._announced())
-                self._made_at = self._clock()
+                self._made_at, self._last = self._clock(), hand_over.ready
                 self._newest = made or self._newest
         if self._newest is None or self._name == request.known:
-            return BackupWait(RETRY_MS)
+            if last:
+                hand_over.taken.set()
+            return BackupWait(RETRY_MS, lead=last)
         return self._newest
 
     def _make(self, announced: int) -> Backup | None:

@@ -134,7 +134,7 @@ class BoundsBook:
         """List the nodes that made a submission, its signer first."""
         services = self._services
         try:
-            plan = plan_of(submission, run=services.run_id, trainer=services.trainer, node=node)
+            plan = plan_of(submission, services.leaders, node)
         except RemoteProtocolError:
             return [node, b""]  # the verifier refuses it; until then it has no reference
         return makers_of(node, plan)

@@ -132,14 +132,16 @@ class Publisher:
         """Continue from a checkpoint: in the same epoch if the last head matches, else in a new one.
 
         The last head matches if it is of this state, or of the version before. None does where ledger and
-        checkpoint are `copied` from another disk: later heads may have been signed there.
+        checkpoint are `copied` from another disk: later heads may have been signed there. That of another
+        leader does not match either: each has epochs of its own.
         """
         policy = await self._prove(version, snapshot.state)
         newest = self._book.latest()
         self._epoch = newest.head.term if newest else 0
+        succeeds = newest is not None and newest.signer != self._services.key.node_id
         self._read_chain()
         await self._rebuild(version)
-        if copied:
+        if copied or succeeds:
             self._begin_epoch(version)
             await self.publish(version, snapshot)
         elif newest is None or newest.head.version < version:
@@ -266,7 +268,8 @@ class Publisher:
 
     def _begin_epoch(self, version: int) -> None:
         """Start a new epoch with a full snapshot: the chain went further than the checkpoint."""
-        self._epoch += 1
+        services = self._services
+        self._epoch = services.leaders.next_epoch(services.key.node_id, self._epoch)
         self._chain = VersionChain()
         self._policy = EMPTY
         logger.warning(

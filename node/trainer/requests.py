@@ -32,6 +32,7 @@ from ..p2p.transport import Stream
 from .backups import Backups
 from .scheduler import VERDICT_BYTES, LeaseScheduler
 from .submissions import SubmissionReceiver
+from .succession import HandOver
 
 REQUEST_TIMEOUT_S = 15.0
 
@@ -44,7 +45,9 @@ class ControlHandler:
         scheduler: LeaseScheduler,
         submissions: SubmissionReceiver,
         backups: Backups | None = None,
+        hand_over: HandOver | None = None,
     ) -> None:
+        self._hand_over = hand_over or HandOver(lambda: [])
         self._scheduler = scheduler
         self._registry = scheduler.registry
         self._services = scheduler.registry.services
@@ -68,10 +71,12 @@ class ControlHandler:
             case GetHeads():
                 return await self._services.head_server.get(stream, request)
             case LeaseRequest():
+                self._hand_over.check_working()
                 reply = await self._scheduler.lease(peer, request)
                 if reply.leases:
                     self._reach("first lease")
             case SubmitOffer():
+                self._hand_over.check_working()
                 registry.get(peer)
                 if await self._submissions.handle(peer, stream, request):
                     self._reach("first rollouts")
@@ -106,7 +111,7 @@ class ControlHandler:
                 registry.get(peer)
                 registry.renew(peer, request.records, request.version)
                 before, after = registry.sources(peer)
-                reply = SyncRecords((*before, *after))
+                reply = SyncRecords((*before, *after), successors=registry.successors())
             case _:  # Goodbye, the last of the union
                 registry.goodbye(peer, request.detail)
                 registry.book.release(peer, time.time())

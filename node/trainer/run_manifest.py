@@ -11,8 +11,8 @@ from msgspec import structs
 from ... import __version__
 from ...crypto.hashing import short
 from ...crypto.keys import SecretKey
-from ...protocol.envelope import Purpose, read_envelope, seal, utc
-from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.envelope import Purpose, seal, utc
+from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import (
     AdapterContract,
     ChunkRef,
@@ -26,7 +26,7 @@ from ...protocol.manifests import (
     run_id,
 )
 from ...protocol.messages import MAX_SEALED
-from ...protocol.trust import AdmittedHead, RunDocuments, read_documents
+from ...protocol.trust import AdmittedHead, RunDocuments, leaders_of, read_documents
 from ...protocol.version import CLOCK_SKEW_S, KIB
 from ..config.run import EngineConfig, EnvironmentConfig, RunConfig, SamplingConfig
 from ..config.training import LoraConfig
@@ -38,7 +38,7 @@ from ..inference.vllm_arguments import read_shape
 from ..models import base_weights
 from ..models.model_files import contract_files, position_count, view_state
 from ..storage.chunk_store import Store
-from ..storage.ledger import MANIFEST, Ledger
+from ..storage.ledger import LEADERS, MANIFEST, Ledger
 from ..verification.bounds import proof_contract
 from ..weights.replica import prove
 from ..weights.state import memory_threads
@@ -63,11 +63,11 @@ async def documents(
     config: RunConfig, key: SecretKey, ledger: Ledger, store: Store, model_dir: Path
 ) -> RunDocuments:
     """Return the run's manifest, from the ledger or new; put model files into the store."""
-    known = ledger.get(MANIFEST)
+    signed = known_documents(ledger, key.node_id)
     files = await asyncio.to_thread(_model_files, store, model_dir)
     lora = config.training.lora
-    if known is not None:
-        signed = known_documents(known, key.node_id)
+    if signed is not None:
+        _check_root(config.checkpoint.root, signed.manifest)
         _check_files(config, signed.manifest, files, model_dir)
         _check_adapters(lora, signed.manifest.adapters)
         _check_routes(config.training.enable_router_replay, signed.manifest)
@@ -97,7 +97,7 @@ async def documents(
     expires = int(time.time()) + MANIFEST_TTL_S
     sealed = seal(key, Purpose.RUN, run_id(manifest), manifest, expires=expires)
     ledger.set(MANIFEST, sealed)
-    return read_documents(sealed, key.node_id, now=int(time.time()))
+    return read_documents(sealed, now=int(time.time()))
 
 
 Environments = TypeVar("Environments", bound=EnvironmentConfig)
@@ -110,11 +110,11 @@ def dated_config(
 
     It is that of the manifest if there is one, else `today`; the evaluations of a run have it, too.
     """
-    known = ledger.get(MANIFEST)
+    known = known_documents(ledger, trainer)
     count = len(config.environments) or 1
     dates = [today] * count
     if known is not None:
-        begun = known_documents(known, trainer).manifest.environments
+        begun = known.manifest.environments
         dates = [
             str(options_of(environment).chat_template_kwargs.get(DATE, "")) for environment in begun
         ]
@@ -138,20 +138,38 @@ def dated_config(
     return config.model_copy(update={**update, "environments": own})
 
 
-def known_documents(sealed: bytes, trainer: bytes) -> RunDocuments:
-    """Read the manifest of an existing run. Raises StorageError for one of another version."""
+def known_documents(ledger: Ledger, trainer: bytes) -> RunDocuments | None:
+    """Read the manifest of an existing run, which `trainer` may lead; None if there is none yet.
+
+    Raises StorageError for one of another version, or if another node leads the run.
+    """
+    sealed = ledger.get(MANIFEST)
+    if sealed is None:
+        return None
     try:
-        return read_documents(sealed, trainer, now=int(time.time()))
+        documents = read_documents(sealed, now=int(time.time()))
+        leaders = leaders_of(documents, ledger.get(LEADERS) or b"")
     except RemoteProtocolError as error:
-        if error.reason == Reason.WRONG_SIGNER:
-            began = short(read_envelope(sealed).signer)
-            raise StorageError(
-                f"key.pem is of node {short(trainer)}, but node {began} began this run, and workers believe no "
-                f"other: put that node's key.pem back, or {ANOTHER_RUN}"
-            ) from error
         raise StorageError(
             f"this version cannot go on with the run ({error}): {ANOTHER_RUN}"
         ) from error
+    if trainer not in leaders:
+        began = short(documents.manifest.trainer)
+        raise StorageError(
+            f"key.pem is of node {short(trainer)}, but node {began} began this run, and workers believe no "
+            "other that its root has not certified (`primerl-node root certify`): put that node's key.pem "
+            f"back, or {ANOTHER_RUN}"
+        )
+    return documents
+
+
+def _check_root(wanted: str, run: RunManifest) -> None:
+    """Raise UsageError if the config names another root key than the run began with."""
+    if wanted and bytes.fromhex(wanted) != run.root:
+        begun = f"the root key {run.root.hex()}" if run.root else "no root key"
+        raise UsageError(
+            f"this run began with {begun}, now checkpoint.root is {wanted}: change it back, or {ANOTHER_RUN}"
+        )
 
 
 def _check_environments(config: RunConfig, run: RunManifest) -> None:
@@ -343,4 +361,5 @@ def _new_manifest(
         proofs=proof_contract(config),
         max_steps=config.max_steps,
         nonce=secrets.token_bytes(32),
+        root=bytes.fromhex(config.checkpoint.root),
     )

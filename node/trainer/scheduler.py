@@ -426,7 +426,10 @@ class LeaseScheduler:
         before, after = self.registry.sources(peer)
         verdicts = take_verdicts(worker.verdicts)
         why = "" if leases or not request.wanted else self._no_lease(peer, now)
-        return LeaseReply(tuple(leases), verdicts, before, self._retry_ms(peer), after, why)
+        successors = self.registry.successors()
+        return LeaseReply(
+            tuple(leases), verdicts, before, self._retry_ms(peer), after, why, successors
+        )
 
     def _playable(self, request: LeaseRequest) -> frozenset[int]:
         """Return the environments that a node says it can play. Raises RemoteProtocolError."""

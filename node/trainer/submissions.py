@@ -299,9 +299,7 @@ class VerificationQueue:
         submission = unseal(
             arrived.sealed, Purpose.SUBMISSION, Submission, now=0, run=self._services.run_id
         ).body
-        return submission, open_lease(
-            submission.lease, self._services.run_id, self._services.trainer, arrived.node
-        )
+        return submission, open_lease(submission.lease, self._services.leaders, arrived.node)
 
     def _keep(self, arrived: QueuedSubmission, verified: Verified, measured: MeasuredRows) -> bytes:
         """Write the verdict and its changes into the ledger; return it sealed."""
@@ -508,11 +506,11 @@ class SubmissionReceiver:
         )
 
     def _check_bundle(self, peer: bytes, offer: SubmitOffer, data: bytes, now: float) -> Lease:
-        run, trainer = self._services.run_id, self._services.trainer
-        opened = self._services.unseal(
-            data, Purpose.SUBMISSION, Submission, now=now, signer=peer, recipient=trainer
+        leaders = self._services.leaders
+        opened = leaders.open_for_leader(
+            data, Purpose.SUBMISSION, Submission, now=int(now), signer=peer
         )
-        lease = open_lease(opened.body.lease, run, trainer, peer)
+        lease = open_lease(opened.body.lease, leaders, peer)
         if lease.lease_id != offer.lease_id:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
         return lease

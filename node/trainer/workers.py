@@ -397,7 +397,8 @@ class WorkerRegistry:
         if not self._hellos.take(ticket, self.clock()):
             raise RemoteProtocolError(Reason.BUSY, TOO_MANY_HELLOS)
         seen_from = self.services.peers.seen_from(peer)
-        return Welcome(self._sealed_manifest, __version__, common, now, seen_from)
+        leaders = self.services.leaders.sealed
+        return Welcome(self._sealed_manifest, __version__, common, now, seen_from, leaders)
 
     def _common_version(self, hello: Hello) -> int:
         """Return the newest wire version that both speak. Raises RemoteProtocolError."""
@@ -439,7 +440,8 @@ class WorkerRegistry:
         self.sessions.began(peer)
         self.pipelines.began(peer)
         self.book.release(peer, now)
-        return Welcome(self._sealed_manifest, __version__, common, now)
+        leaders = self.services.leaders.sealed
+        return Welcome(self._sealed_manifest, __version__, common, now, leaders=leaders)
 
     def goodbye(self, node: bytes, detail: str) -> None:
         """Record that a worker leaves, in order or because of the error in `detail`."""
@@ -826,7 +828,7 @@ class WorkerRegistry:
     def _check_ticket(self, sealed: bytes, now: int) -> bytes:
         """Check that a ticket may admit one more node; return its id. Raises RemoteProtocolError."""
         ticket = tickets.check(sealed, now=now)
-        if (ticket.run, ticket.trainer) != (self.services.run_id, self.services.key.node_id):
+        if ticket.run != self.services.run_id or ticket.trainer not in self.services.leaders:
             raise RemoteProtocolError(Reason.WRONG_RUN, "the ticket is for another run")
         name = tickets.id_of(ticket)
         self.services.ledger.add_ticket(name, ticket)
@@ -893,6 +895,14 @@ class WorkerRegistry:
         return (
             _near_and_far(before, peer, 2 * MAX_UPSTREAMS - min(len(after), MAX_UPSTREAMS)),
             _near_and_far(after, peer, 2 * MAX_UPSTREAMS - min(len(before), MAX_UPSTREAMS)),
+        )
+
+    def successors(self) -> tuple[bytes, ...]:
+        """Return the sealed records of nodes that may lead the run after this one, where they are known."""
+        services = self.services
+        rows = [services.peers.get(node) for node in services.leaders.others(services.key.node_id)]
+        return tuple(
+            row.sealed for row in rows if row.record is not None and row.record.share_address
         )
 
     def _find_sources(self, now: float) -> list[ChunkHolder]:

@@ -23,8 +23,9 @@ from ...protocol.audits import (
     Place,
     UnreadableRow,
 )
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leaders import Leaders
 from ...protocol.leases import environment_of, open_lease
 from ...protocol.manifests import RunManifest
 from ...protocol.messages import (
@@ -244,9 +245,10 @@ class ValidatorRole:
         """
         epoch = self._heads.order()[0]
         versions = self._cache.held(self._heads.trusted.heads, epoch)[-MAX_SHELF:]
-        sources = self._services.fetcher.by_source(self._run.trainer)
+        sources = self._services.fetcher.by_source(self._services.trainer)
         stats = WorkerStats(self._sync.version, chunk_bytes=sources)
-        connection = await self._services.links.get(self._run.trainer, ALPN_CONTROL)
+        trainer = self._services.trainer
+        connection = await self._services.links.get(trainer, ALPN_CONTROL)
         stream = await connection.open_stream()
         try:
             async with asyncio.timeout(ASK_TIMEOUT_S):
@@ -259,7 +261,7 @@ class ValidatorRole:
         except TimeoutError as error:
             raise TooSlow("the trainer does not say what to audit") from error
         except TransportError:
-            await self._services.links.drop(self._run.trainer, ALPN_CONTROL)
+            await self._services.links.drop(trainer, ALPN_CONTROL)
             raise
         finally:
             await stream.abort()
@@ -301,7 +303,7 @@ class ValidatorRole:
         if states is None:
             raise RemoteProtocolError(Reason.NOT_FOUND, "a version of the job is not held any more")
         items = await asyncio.to_thread(
-            job_items, job, sealed, run=self._run, run_id=self._services.run_id
+            job_items, job, sealed, run=self._run, leaders=self._services.leaders
         )
         return make_report(job, await self._auditor.audit(items, states))
 
@@ -309,7 +311,7 @@ class ValidatorRole:
         sealed = self._services.seal(
             Purpose.AUDIT,
             report,
-            recipient=self._run.trainer,
+            recipient=self._services.trainer,
             sequence=report.job,
             expires=time.time() + REPORT_TTL_S,
         )
@@ -331,23 +333,19 @@ async def read_submission(stream: Stream, job: AuditJob) -> bytes:
     return bytes(data)
 
 
-def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) -> list[AuditItem]:
+def job_items(
+    job: AuditJob, sealed: bytes, *, run: RunManifest, leaders: Leaders
+) -> list[AuditItem]:
     """Make one item for each chosen rollout, from the bundle and its lease only.
 
-    Raises RemoteProtocolError if the bundle is not the worker's, its lease not the trainer's, a chosen rollout
+    Raises RemoteProtocolError if the bundle is not the worker's, its lease not a leader's, a chosen rollout
     does not pass the cheap checks, or it claims a version that is not one of the job's.
     """
-    submission = unseal(
-        sealed,
-        Purpose.SUBMISSION,
-        Submission,
-        now=0,
-        run=run_id,
-        signer=job.node,
-        recipient=run.trainer,
+    submission = leaders.open_for_leader(
+        sealed, Purpose.SUBMISSION, Submission, now=0, signer=job.node
     ).body
-    lease = open_lease(submission.lease, run_id, run.trainer, job.node)
-    plan = plan_of(submission, run=run_id, trainer=run.trainer, node=job.node)
+    lease = open_lease(submission.lease, leaders, job.node)
+    plan = plan_of(submission, leaders, job.node)
     checked = check_submission(submission, lease, run, max(job.versions), plan)
     sampling = environment_of(run, lease).sampling
     rollouts = {(rollout.group, rollout.index): rollout for rollout in checked.rollouts}
@@ -362,7 +360,7 @@ def job_items(job: AuditJob, sealed: bytes, *, run: RunManifest, run_id: bytes) 
             rollout,
             turns,
             lease=lease,
-            run=run_id,
+            run=leaders.run,
             sampling=sampling,
             node=job.node,
             plan=plan,

@@ -20,8 +20,9 @@ from typing import Protocol
 
 import msgspec
 
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose
 from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leaders import Leaders
 from ...protocol.leases import Lease, sample_seed
 from ...protocol.manifests import (
     AdapterContract,
@@ -283,20 +284,16 @@ class SameState:
 # The trainer and validators build the same items from the same bundle, so neither has to trust the other.
 
 
-def plan_of(
-    submission: Submission, *, run: bytes, trainer: bytes, node: bytes
-) -> PipelinePlan | None:
+def plan_of(submission: Submission, leaders: Leaders, node: bytes) -> PipelinePlan | None:
     """Open the pipeline plan that a submission of `node` names; None if it names none.
 
     Raises:
-        RemoteProtocolError: the trainer did not sign it, or `node` is not its first stage.
+        RemoteProtocolError: no leader signed it, or `node` is not its first stage.
     """
     if not submission.plan:
         return None
     # A plan of any age is accepted: work done under it may arrive late.
-    plan = unseal(
-        submission.plan, Purpose.PIPELINE, PipelinePlan, now=0, run=run, signer=trainer
-    ).body
+    plan = leaders.unseal(submission.plan, Purpose.PIPELINE, PipelinePlan).body
     check_plan(plan)
     if plan.rank_of(node) != 0:
         raise RemoteProtocolError(Reason.WRONG_SIGNER, "a plan whose first stage is another node")

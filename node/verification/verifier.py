@@ -16,6 +16,7 @@ from msgspec import structs
 
 from ...protocol.audits import is_audited
 from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leaders import Leaders
 from ...protocol.leases import Lease, check_assignment, environment_of
 from ...protocol.manifests import RunManifest
 from ...protocol.numerics import ENVELOPE
@@ -186,7 +187,7 @@ class Verifier:
 
     def __init__(
         self,
-        run_id: bytes,
+        leaders: Leaders,
         run: RunManifest,
         environments: Sequence[Environment],
         audits: AuditService,
@@ -195,7 +196,8 @@ class Verifier:
         readings: Readings | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
-        """Take the parts; `environments` are those of the run, in its order.
+        """Take the parts; `environments` are those of the run, in its order; `leaders` may have planned a
+        submission's pipeline.
 
         `states` holds the policies that may still be claimed, by version; it is read, not copied. `readings`
         measure the envelope, in a run that has one. `clock` counts the seconds of each check, as phase
@@ -205,8 +207,9 @@ class Verifier:
         self._readings = readings
         self._reading: asyncio.Task[_ReadingAnswer] | None = None
         """The reading that renews the envelope; no verdict waits for it."""
-        self._run_id = run_id
+        self._run_id = leaders.run
         self._run = run
+        self._leaders = leaders
         self._environments = environments
         self._audits = audits
         self._states = states
@@ -323,12 +326,7 @@ class Verifier:
 
     async def _open_plan(self, work: PendingVerdict) -> None:
         """Open the plan of the pipeline that a submission names. Raises RemoteProtocolError."""
-        work.plan = plan_of(
-            work.submission,
-            run=self._run_id,
-            trainer=self._run.trainer,
-            node=work.arrival.node,
-        )
+        work.plan = plan_of(work.submission, self._leaders, work.arrival.node)
 
     async def _check_form(self, work: PendingVerdict) -> None:
         """Compare a submission with its lease and the run's contract. Raises RemoteProtocolError."""

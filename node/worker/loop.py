@@ -152,7 +152,12 @@ class InferenceRole:
             admission=self._admission,
             rollout_ended=self._rollout_ended,
         )
-        self._uploads = UploadQueue(services, self._upload, verdicts.count_refusal)
+        self._uploads = UploadQueue(
+            services,
+            self._upload,
+            verdicts.count_refusal,
+            keep_versions=run.limits.max_off_policy_steps,
+        )
         self._active: dict[int, int] = {}
         """Number of rollouts still to be made, by lease."""
         self._working: dict[int, asyncio.Task[None]] = {}
@@ -214,7 +219,7 @@ class InferenceRole:
 
     def chunk_sources(self) -> dict[str, int]:
         """Return the bytes of fetched chunks by source."""
-        return self._services.fetcher.by_source(self._run.trainer)
+        return self._services.fetcher.by_source(self._services.trainer)
 
     def engine_row(self) -> EngineRow:
         """Describe the engine's state for the operator."""
@@ -327,6 +332,7 @@ class InferenceRole:
         )
         self._told = paused
         self._weights.upstreams.learn(reply.upstreams, reply.downstreams)
+        self._weights.upstreams.learn_successors(reply.successors)
         for sealed in reply.verdicts:
             await self.verdicts.take(sealed)
         return reply
@@ -375,7 +381,7 @@ class InferenceRole:
         with services.tracing.lease("upload", lease_id, bytes=len(sealed)):
             return await upload(
                 services.links,
-                self._run.trainer,
+                services.trainer,
                 sealed,
                 lease_id,
                 deadline=ASK_TIMEOUT_S,
@@ -426,6 +432,11 @@ class InferenceRole:
                 return None
             with self._clock.generating():
                 return await self._generator.play(lease)
+
+    async def succeeded(self) -> None:
+        """Give the run's new leader what the one before may not have passed on; fetch its verdicts."""
+        await self._uploads.resend()
+        await self.verdicts.fetch()
 
     def hand_back(self, why: str) -> int:
         """Abandon all leases, so that other workers get them; return how many that are."""

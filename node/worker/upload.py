@@ -1,7 +1,8 @@
 """Sign submissions, keep them on disk and upload each until the trainer's receipt arrives.
 
 Signing and writing happen in the ledger's thread, so that generation waits for neither. A submission that put()
-has taken is on disk, and stays there until the trainer has it or refuses it for good.
+has taken is on disk, and stays there until the trainer has it or refuses it for good; in a run with successors
+until the versions that it was made for are stale, as the next leader may not know what this one had.
 """
 
 import asyncio
@@ -31,9 +32,18 @@ UPLOADS = 3
 The trainer allows one extra per node, so a retry may overlap a dropped stream.
 """
 FINAL_REASONS = frozenset(
-    set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL, Reason.KEY_IN_USE}
+    set(Reason)
+    - {
+        Reason.BUSY,
+        Reason.RATE_LIMITED,
+        Reason.DISK_FULL,
+        Reason.KEY_IN_USE,
+        Reason.NOT_ADMITTED,
+    }
 )
-"""Refusals after which the same bytes will never be accepted."""
+"""Refusals after which the same bytes will never be accepted. A new leader first has to admit this node."""
+MAX_DELIVERED = 256
+"""Most submissions that are kept after their receipt."""
 
 Upload = Callable[[bytes, int], Awaitable[bytes]]
 """(sealed submission, its lease) -> the trainer's sealed receipt.
@@ -57,9 +67,20 @@ class UploadQueue:
     """Queue of the submissions that the trainer does not have yet."""
 
     def __init__(
-        self, services: NodeServices, upload: Upload, refused: Callable[[Reason], None]
+        self,
+        services: NodeServices,
+        upload: Upload,
+        refused: Callable[[Reason], None],
+        *,
+        keep_versions: int = 0,
     ) -> None:
-        """`refused` is called with the reason for which a submission was refused for good."""
+        """`refused` is called with the reason for which a submission was refused for good.
+
+        With successors to the trainer, a submission is kept for `keep_versions` after its receipt.
+        """
+        self._keep_versions = keep_versions
+        self._delivered: dict[bytes, tuple[int, int]] = {}
+        """Submissions that have a receipt: (lease, version after which nobody can use it), oldest first."""
         self._services = services
         self._ledger = services.ledger
         self._upload = upload
@@ -78,6 +99,14 @@ class UploadQueue:
     def leases(self) -> set[int]:
         """List the leases of the queued submissions."""
         return {submission.lease_id for submission in self._kept.values()}
+
+    async def resend(self) -> None:
+        """Queue again what has a receipt, for another leader: it may not have got it."""
+        for name, (lease_id, _) in self._delivered.items():
+            self._kept[name] = SpooledSubmission(lease_id, 0.0)
+        self._delivered.clear()
+        async with self._news:
+            self._news.notify_all()
 
     async def put(self, lease: Lease, submission: Submission) -> None:
         """Sign the work of a lease and write it to disk before returning. Raises StorageError."""
@@ -141,13 +170,31 @@ class UploadQueue:
 
     async def _deliver(self, name: bytes, lease_id: int) -> None:
         sealed = await self._ledger.beside(self._ledger.queued_upload, name)
+        newest = self._services.heads.order()[1]
         if sealed is not None:
-            await self._hand_over(name, lease_id, sealed)
-            await self._ledger.beside(self._ledger.drop_upload, name)
+            taken = await self._hand_over(name, lease_id, sealed)
+            listed = self._services.leaders.listed
+            if taken and listed is not None and len(listed.leaders) > 1:
+                self._delivered[name] = (lease_id, newest + self._keep_versions)
+            else:
+                await self._ledger.beside(self._ledger.drop_upload, name)
         del self._kept[name]
+        await self._drop_delivered(newest)
 
-    async def _hand_over(self, name: bytes, lease_id: int, sealed: bytes) -> None:
-        """Upload a submission; return once the trainer has it or refuses it for good."""
+    async def _drop_delivered(self, newest: int) -> None:
+        """Remove the submissions that no leader can use at version `newest`, and the oldest of too many."""
+        spare = len(self._delivered) - MAX_DELIVERED
+        unneeded = [
+            name
+            for index, (name, (_, last)) in enumerate(self._delivered.items())
+            if last < newest or index < spare
+        ]
+        for name in unneeded:
+            await self._ledger.beside(self._ledger.drop_upload, name)
+            self._delivered.pop(name, None)
+
+    async def _hand_over(self, name: bytes, lease_id: int, sealed: bytes) -> bool:
+        """Upload a submission; return whether the trainer has it, or False if it refused it for good."""
         try:
             receipt = await self._upload(sealed, lease_id)
         except Refused as refusal:
@@ -156,7 +203,8 @@ class UploadQueue:
                 raise
             logger.warning("lease %d was refused: %s", lease_id, refusal)
             self._refused(refusal.reason)
-            return
+            return False
         opened = self._services.unseal(receipt, Purpose.RECEIPT, Receipt)
         if opened.body.submission != name:
             raise RemoteProtocolError(Reason.WRONG_DIGEST, "a receipt for something else")
+        return True

@@ -27,7 +27,7 @@ VERDICT_TIMEOUT_S = 10.0
 MAX_ROUNDS = 256
 """Most replies of one fetch: more verdicts than a trainer keeps."""
 CURSOR = "verdicts"
-"""Ledger key of the number of the last verdict that was fetched."""
+"""Ledger key of the number of the last verdict that was fetched; of a later leader, its id follows."""
 BAN_PAUSE_S = 60.0
 MAX_BAN_PAUSE_S = 900.0
 MAX_LEASES_KNOWN = 4096
@@ -111,7 +111,9 @@ class VerdictLog:
     async def fetch(self) -> None:
         """Fetch the verdicts that we missed; after a failure the next call fetches the rest."""
         services = self._services
-        after = int.from_bytes(services.ledger.get(CURSOR) or b"", "big")
+        first = services.trainer == services.leaders.trainer
+        cursor = CURSOR if first else f"{CURSOR}:{services.trainer.hex()}"
+        after = int.from_bytes(services.ledger.get(cursor) or b"", "big")
         try:
             for _ in range(MAX_ROUNDS):
                 reply = await services.ask_trainer(
@@ -122,7 +124,7 @@ class VerdictLog:
                 if reply.next <= after:
                     return
                 after = reply.next
-                services.ledger.set(CURSOR, after.to_bytes(8, "big"))
+                services.ledger.set(cursor, after.to_bytes(8, "big"))
         except (TransportError, Refused, RemoteProtocolError, StorageError) as error:
             logger.info("no verdicts from %s: %s", short(services.trainer), error)
 

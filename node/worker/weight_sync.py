@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from ...crypto.hashing import short
 from ...protocol.envelope import read_envelope
 from ...protocol.errors import Reason, RemoteProtocolError
@@ -38,6 +40,8 @@ from ..weights.state import Changed, PendingChanges, WeightsError, memory_thread
 logger = logging.getLogger(__name__)
 
 RECORDS_TIMEOUT_S = 20.0
+SUCCESSORS = "successors"
+"""Ledger key of the sealed peer records of nodes that may lead the run after its trainer."""
 SYNC_S = 10.0
 """Interval between requests for peers that have chunks."""
 
@@ -48,6 +52,8 @@ class Upstreams:
     def __init__(self, services: NodeServices) -> None:
         self._services = services
         self.nodes: list[bytes] = []
+        self.successors: list[bytes] = []
+        """Nodes that may lead the run after the trainer, and how to reach them is known."""
         self._version = -1
         self._loaded = asyncio.Event()
 
@@ -57,6 +63,18 @@ class Upstreams:
         before = learn_records(services.peers, services.run_id, records)
         services.fetcher.place = len(before)
         self.nodes = before + learn_records(services.peers, services.run_id, later)
+
+    def learn_successors(self, records: Sequence[bytes]) -> None:
+        """Take the sealed peer records of nodes that may lead after the trainer; others are left out."""
+        services = self._services
+        nodes = [
+            node
+            for node in learn_records(services.peers, services.run_id, records)
+            if node in services.leaders
+        ]
+        if nodes and nodes != self.successors:
+            self.successors = nodes
+            services.ledger.set(SUCCESSORS, msgspec.msgpack.encode(list(records)))
 
     def loaded(self, version: int) -> None:
         """Note the policy version that this node has loaded; keep_asking() tells the trainer at once."""
@@ -73,6 +91,7 @@ class Upstreams:
             logger.info("no peer records from the trainer: %s", error)
         else:
             self.learn(reply.records)
+            self.learn_successors(reply.successors)
 
     async def keep_asking(self) -> None:
         """Ask repeatedly, for a node that asks for no leases."""
@@ -84,19 +103,30 @@ class Upstreams:
                     await self._loaded.wait()
 
 
-def learn_records(peers: PeerTable, run_id: bytes, records: Sequence[bytes]) -> list[bytes]:
+def known_successors(ledger: Ledger) -> list[bytes]:
+    """Return the sealed peer records of successors of the last start; none if they cannot be read."""
+    try:
+        return msgspec.msgpack.decode(ledger.get(SUCCESSORS) or b"\x90", type=list[bytes])
+    except ValueError:
+        return []
+
+
+def learn_records(
+    peers: PeerTable, run_id: bytes, records: Sequence[bytes], now: int | None = None
+) -> list[bytes]:
     """Admit the nodes of sealed peer records from the trainer; return their ids.
 
     Bad records are left out. One that is here already, byte for byte, is not verified again: each reply of the
-    trainer brings most of those of the last one.
+    trainer brings most of those of the last one. `now` in Unix seconds; with 0 they may have expired.
     """
+    now = int(time.time()) if now is None else now
     nodes: list[bytes] = []
     for sealed in records:
         try:
             envelope = read_envelope(sealed)
             node = envelope.signer
             if not peers.has_record(node, sealed, time.time()):
-                peers.learn(read_record(envelope, run_id, int(time.time())), sealed)
+                peers.learn(read_record(envelope, run_id, now), sealed)
         except RemoteProtocolError as error:
             logger.info("bad peer record from the trainer: %s", error)
             continue

@@ -34,6 +34,7 @@ from primerl.node.verification.verdict import ReceivedSubmission, Verified, refu
 from primerl.node.weights.state import State
 from primerl.node.worker.rollouts import rollout_record
 from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.leaders import Leaders
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
 from primerl.protocol.manifests import RunManifest, encode, run_id
 from primerl.protocol.rollouts import (
@@ -364,7 +365,7 @@ class Court:
         """`auditor` is started."""
         self._world = world
         self._verifier = ListedVerifier(
-            world.run_id,
+            Leaders(world.run_id, world.run.trainer),
             world.run,
             [world.environment],
             LocalAudits(auditor),

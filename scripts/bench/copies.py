@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.copies_reference import ReferenceDetector
 from support.counting_environment import CountingEnvironment
-from support.protocol_cases import LEASE, MANIFEST, RUN, WORKER, played_otherwise
+from support.protocol_cases import LEADERS, LEASE, MANIFEST, WORKER, played_otherwise
 
 from primerl.crypto.hashing import digest
 from primerl.node.environments.environment import Branch, Score, Split, Task
@@ -223,7 +223,7 @@ async def longest_stop(work: Awaitable[object]) -> tuple[float, float]:
 async def verify_in_thread(submission: Submission, lease: Lease, run: RunManifest) -> Verified:
     """Verify as a trainer does."""
     environment = Unquestioned()
-    verifier = Verifier(RUN, run, [environment], NoAudits(), {3: {}}, CopyDetector())
+    verifier = Verifier(LEADERS, run, [environment], NoAudits(), {3: {}}, CopyDetector())
     arrival = ReceivedSubmission(1, digest(b"bundle"), WORKER.node_id, b"", bytes(32))
     verified = await verifier.verify(submission, lease, arrival, version=4, rate=0.0)
     if verified.rejections:

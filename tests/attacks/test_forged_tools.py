@@ -8,7 +8,7 @@ import pytest
 from support.chat_model import IM_END, TOOLED, make_chat_model
 from support.hostile import proof_of
 from support.listed_verifier import ListedVerifier
-from support.protocol_cases import LEASE, MANIFEST, RUN, WORKER, head, played_otherwise
+from support.protocol_cases import LEADERS, LEASE, MANIFEST, WORKER, head, played_otherwise
 
 from primerl.crypto.hashing import digest
 from primerl.node.config.run import EnvironmentConfig
@@ -123,7 +123,7 @@ async def test_a_forged_result_of_a_tool_is_rejected_and_the_honest_one_accepted
     )
     submission = rollouts.Submission(lease=b"", groups=(group,), engine="hf")
     arrival = ReceivedSubmission(1, digest(b"bundle"), WORKER.node_id, b"", bytes(32))
-    verifier = ListedVerifier(RUN, run, [environment], NoAudits(), {3: {}}, CopyDetector())
+    verifier = ListedVerifier(LEADERS, run, [environment], NoAudits(), {3: {}}, CopyDetector())
     verified = await verifier.verify(submission, lease, arrival, version=4, rate=0.0)
     assert verified.verdict.accepted == (found is None)
     assert verified.reasons() == ({} if found is None else {found: 1})

@@ -33,6 +33,7 @@ from primerl.node.worker.rollouts import branch_record, crossed
 from primerl.protocol import rollouts
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
+from primerl.protocol.leaders import Leaders
 from primerl.protocol.leases import Lease, TaskRef, sample_seed
 from primerl.protocol.manifests import RunLimits
 from primerl.protocol.pipelines import Stage
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STAGES = [SecretKey.from_seed(bytes([60 + number]) * 32) for number in range(3)]
 RUN = digest(b"a run")
+LEADERS = Leaders(RUN, TRAINER.node_id)
 TASK = Task(3, digest(b"task"))
 ROLLOUTS, LENGTH, TEMPERATURE = 6, 40, 0.8
 LEASED = Lease(
@@ -102,7 +104,7 @@ class AuditedModel:
         group = rollouts.GroupRecord(TASK.index, TASK.digest, records)
         submission = rollouts.Submission(b"", (group,), "hf", plan, parts)
         verifier = ListedVerifier(
-            RUN,
+            LEADERS,
             self.case.run,
             [OneTask()],  # type: ignore[list-item]
             self._audits,

@@ -48,7 +48,7 @@ def test_a_run_is_begun_at_the_first_start_and_resumed_at_the_others(cli: Cli, h
     unit.write_text(ran.out)
     assert "\nUser=root\n" in ran.out
     assert f"\nLoadCredential=passphrase:{secret}\n" in ran.out
-    assert "\nRestartPreventExitStatus=2 3 4 8\n" in ran.out
+    assert "\nRestartPreventExitStatus=2 3 4 8 9\n" in ran.out
     assert "\nType=notify\n" in ran.out
     assert "WantedBy=multi-user.target" in ran.out
     # the shell that it starts, with a program that prints its arguments

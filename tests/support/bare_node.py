@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 from support.protocol_cases import RUN, TRAINER
@@ -15,6 +16,7 @@ from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
 from primerl.node.p2p.services import NodeServices
 from primerl.node.p2p.transport import Transport
+from primerl.protocol.trust import TrustedRun
 from primerl.protocol.version import SPOKEN
 
 
@@ -23,7 +25,7 @@ def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
     known: dict[str, Any] = {
         "key": key,
         "run_id": RUN,
-        "trainer": TRAINER.node_id,
+        "heads": SimpleNamespace(trusted=TrustedRun(RUN, TRAINER.node_id)),
         "keep_chunks": set[bytes](),
         "wire": SPOKEN,
         "tracing": Tracing(),

@@ -14,6 +14,7 @@ from primerl.protocol import audits, manifests, rollouts
 from primerl.protocol import messages as m
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.leaders import REMOVED, LeaderList, Leaders
 from primerl.protocol.leases import Lease, TaskRef, prompt_digest
 from primerl.protocol.numerics import ClassBounds, NumericsClass
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, StageOffer
@@ -350,6 +351,8 @@ TO_WORKER = WORKER.node_id
 RETIREMENT = Retirement(TO_WORKER, NOW)
 NEW_KEY = SecretKey.from_seed(bytes(31) + b"n")
 SUCCESSION = Succession(TO_WORKER, NOW)
+LISTED = LeaderList(2, (TRAINER.node_id, REMOVED, STRANGER.node_id), 120)
+LEADERS = Leaders(RUN, TRAINER.node_id)
 ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.RUN: (TRAINER, MANIFEST, bytes(32)),
     Purpose.TICKET: (TRAINER, TICKET, bytes(32)),
@@ -366,6 +369,7 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.BOUNDS: (TRAINER, BOUNDS, bytes(32)),
     Purpose.RETIREMENT: (WORKER, RETIREMENT, bytes(32)),
     Purpose.SUCCESSION: (NEW_KEY, SUCCESSION, bytes(32)),
+    Purpose.LEADERS: (TRAINER, LISTED, bytes(32)),
 }
 """Purpose -> signer, message and recipient."""
 
@@ -401,6 +405,7 @@ def sealed(purpose: Purpose) -> bytes:
 
 
 SEALED_RECORD = sealed(Purpose.PEER)
+SEALED_LIST = sealed(Purpose.LEADERS)
 NOTICE = m.HeadNotice(sealed_head(head(0)), manifests.encode(POLICY_MANIFEST))
 STATS = m.WorkerStats(3, 0.5, 0.25, chunk_bytes={"trainer": 1000, "aabbccddee": 2**40})
 
@@ -460,6 +465,15 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Refusal(Reason.BUSY, "the inbox is full"),
 )
 """One of each message, every field said."""
+
+LED: tuple[m.Message, ...] = (
+    m.Welcome(sealed(Purpose.RUN), "0.1.0", 2, NOW, leaders=SEALED_LIST),
+    structs.replace(NOTICE, leaders=SEALED_LIST),
+    m.LeaseReply((), (), (), 500, successors=(SEALED_RECORD,)),
+    m.SyncRecords((), successors=(SEALED_RECORD,)),
+    m.BackupWait(0, lead=True),
+)
+"""Those messages that say more in a run that has successors to its trainer."""
 
 
 class refuses:

@@ -25,7 +25,7 @@ from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
 from primerl.node.app.factories import Factories, MakeLedger, NodeTimeouts
-from primerl.node.app.standby import StandbyNode
+from primerl.node.app.standby import OWN_CONFIG, StandbyNode
 from primerl.node.app.trainer import Farewell, TrainerNode
 from primerl.node.app.worker import WorkerNode
 from primerl.node.config.run import (
@@ -47,6 +47,7 @@ from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Tensor
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, unseal
+from primerl.protocol.leaders import LeaderList, certify
 from primerl.protocol.manifests import PolicyHead, Ticket
 
 T = TypeVar("T")
@@ -187,6 +188,7 @@ class Swarm:
         self._at_home = at_home
         self.ticket = ""
         self.workers: dict[str, Running] = {}
+        self.standbys: dict[str, StandbyNode] = {}
         self.backends: list[WitnessBackend] = []
         self.reader: Reader | None = None
         """Reads texts in float32, if there is an envelope."""
@@ -222,8 +224,8 @@ class Swarm:
 
     @property
     def run_dir(self) -> Path:
-        """The run directory."""
-        return self.directory / RUN
+        """The directory of the run, where its trainer is."""
+        return self.trainer.data_dir.parent
 
     @property
     def backend(self) -> WitnessBackend:
@@ -322,8 +324,7 @@ class Swarm:
         ledger = Ledger(self.trainer.data_dir / "ledger.db")
         try:
             opened = [
-                unseal(sealed, Purpose.HEAD, PolicyHead, now=0, signer=self.trainer.node_id).body
-                for sealed, _ in ledger.heads()
+                unseal(sealed, Purpose.HEAD, PolicyHead, now=0).body for sealed, _ in ledger.heads()
             ]
         finally:
             ledger.close()
@@ -361,9 +362,27 @@ class Swarm:
         self.workers[name] = worker
         return worker
 
-    def add_standby(self) -> tuple[StandbyNode, Running]:
+    async def certify(self, *names: str, lease_s: int = 60) -> None:
+        """Let these standbys lead the run after its trainer."""
+        ids = [key_of(name).node_id for name in names]
+        known = await asyncio.to_thread(control.ask, self.trainer.data_dir, "leaders")
+        listed = LeaderList(1, (bytes.fromhex(known["trainer"]), *ids), lease_s)
+        sealed = certify(self.trainer.key, bytes.fromhex(known["run"]), listed)
+        await asyncio.to_thread(control.ask, self.trainer.data_dir, "leaders", sealed=sealed.hex())
+
+    async def succeed(self, name: str = "standby", timeout: float = 60.0) -> None:
+        """Wait until a standby leads the run; it is the swarm's trainer from then on."""
+        standby = self.workers.pop(name)
+        await standby.ended(timeout)
+        node = self.standbys[name]
+        assert node.leads, node.farewell
+        self.trainer = Running(standby.key, node.copy / "trainer")
+        own = json.loads((standby.data_dir / OWN_CONFIG).read_text())
+        await self.start_trainer(resume=True, **own)
+
+    def add_standby(self, name: str = "standby") -> tuple[StandbyNode, Running]:
         """Start a standby."""
-        running = Running(key_of("standby"), self.directory / "standby")
+        running = Running(key_of(name), self.directory / name)
         config = JoinConfig.model_validate(
             {
                 "role": "standby",
@@ -376,7 +395,7 @@ class Swarm:
         node = StandbyNode(config, running.key, running.data_dir, self._factories(running))
         running.stop = node.request_stop
         running.task = asyncio.create_task(node.run())
-        self.workers["standby"] = running
+        self.workers[name], self.standbys[name] = running, node
         return node, running
 
     async def until_row(

@@ -101,6 +101,7 @@ def build() -> dict[str, Any]:
         "whole_ticket": whole(cases.sealed(Purpose.TICKET)),
         "envelopes": {purpose.value: cases.sealed(purpose).hex() for purpose in cases.ENVELOPES},
         "frames": {type(one).__name__: frame(one).hex() for one in cases.MESSAGES},
+        "frames_with_successors": {type(one).__name__: frame(one).hex() for one in cases.LED},
         "sample_seeds": samples(),
         "states": {name: state_digest(digests(state)).hex() for name, state in STATES.items()},
     }

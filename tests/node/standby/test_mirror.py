@@ -16,6 +16,7 @@ from primerl.node.storage.ledger import Ledger
 from primerl.node.storage.run_files import COPY_MARK
 from primerl.node.trainer import backups
 from primerl.node.trainer.backups import Backups
+from primerl.node.trainer.succession import HandOver
 from primerl.node.training.checkpoint import Checkpoints
 from primerl.node.training.resume_points import ResumePoints
 from primerl.protocol.errors import Reason, RemoteProtocolError
@@ -48,7 +49,7 @@ class Run:
             resume_points=self.resume_points,
             ledger=self.ledger,
             store=self.store,
-            standbys=[STANDBY],
+            hand_over=HandOver(lambda: [STANDBY]),
             announced=lambda: self.announced,
             clock=lambda: self.now,
         )

@@ -48,6 +48,7 @@ from primerl.protocol.audits import (
 )
 from primerl.protocol.envelope import Purpose, seal, unseal
 from primerl.protocol.errors import Reason
+from primerl.protocol.leaders import Leaders
 from primerl.protocol.leases import sample_seed
 from primerl.protocol.messages import (
     Accepted,
@@ -63,6 +64,7 @@ from primerl.protocol.trust import TrustedRun
 from primerl.protocol.version import MAX_SUBMISSION
 
 TASK = LEASE.tasks[0].digest
+LEADERS = Leaders(RUN, TRAINER.node_id)
 HIDDEN = np.arange(64, dtype=np.float32).reshape(2, 32)
 PROVED = msgspec.structs.replace(BRANCH, proof=Projection().make(HIDDEN))
 
@@ -110,7 +112,7 @@ def with_another_end(sealed: bytes) -> bytes:
 
 def test_what_is_audited_follows_from_the_bundle_and_its_lease() -> None:
     data = bundle()
-    (item,) = loop.job_items(job(data), data, run=MANIFEST, run_id=RUN)
+    (item,) = loop.job_items(job(data), data, run=MANIFEST, leaders=LEADERS)
     seed = sample_seed(RUN, LEASE, WORKER.node_id, TASK, 0, 0)
     assert (list(item.token_ids), item.replies) == ([5, 6, 7, 1], [SampledSpan(2, 4, seed)])
     assert (list(item.versions), list(item.logprobs)) == ([3, 4], [-0.5, -0.25])
@@ -148,23 +150,23 @@ def leased(key: SecretKey = TRAINER, to: SecretKey = WORKER) -> Submission:
 )
 def test_a_bundle_that_is_not_what_the_job_says_is_not_audited(data: bytes, reason: Reason) -> None:
     with refuses(reason):
-        loop.job_items(job(data), data, run=MANIFEST, run_id=RUN)
+        loop.job_items(job(data), data, run=MANIFEST, leaders=LEADERS)
 
 
 @pytest.mark.parametrize("place", [Place(0, 1), Place(1, 0), Place(7, 0)], ids=str)
 def test_a_job_about_a_rollout_that_is_not_there_or_failed_makes_no_sense(place: Place) -> None:
     data = bundle()
     with refuses(Reason.MALFORMED):
-        loop.job_items(job(data, place), data, run=MANIFEST, run_id=RUN)
+        loop.job_items(job(data, place), data, run=MANIFEST, leaders=LEADERS)
 
 
 def test_a_job_about_several_branches_or_unknown_versions_makes_no_sense() -> None:
     data = bundle(with_branches(PROVED, PROVED))
     with refuses(Reason.MALFORMED):
-        loop.job_items(job(data), data, run=MANIFEST, run_id=RUN)
+        loop.job_items(job(data), data, run=MANIFEST, leaders=LEADERS)
     data = bundle()
     with refuses(Reason.MALFORMED):
-        loop.job_items(job(data, versions=(2, 4)), data, run=MANIFEST, run_id=RUN)
+        loop.job_items(job(data, versions=(2, 4)), data, run=MANIFEST, leaders=LEADERS)
 
 
 async def test_the_bytes_behind_a_job_must_be_those_that_it_names() -> None:

@@ -36,6 +36,7 @@ from primerl.protocol import rollouts
 from primerl.protocol.audits import CrossedRow, Place, check_rows
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
+from primerl.protocol.leaders import Leaders
 from primerl.protocol.messages import AuditJob
 from primerl.protocol.pipelines import PipelinePlan, Stage
 
@@ -72,7 +73,7 @@ def checked(submission: rollouts.Submission, plan: PipelinePlan | None = PLAN) -
 
 def plan_in(submission: rollouts.Submission, node: bytes = WORKER.node_id) -> PipelinePlan | None:
     """As the trainer finds it."""
-    return auditor.plan_of(submission, run=RUN, trainer=TRAINER.node_id, node=node)
+    return auditor.plan_of(submission, Leaders(RUN, TRAINER.node_id), node)
 
 
 def test_an_auditor_is_asked_about_the_boundaries_of_the_plan() -> None:
@@ -168,7 +169,7 @@ def test_a_validator_asks_and_reports_the_same() -> None:
         others=(),
         seconds=5.0,
     )
-    (item,) = job_items(job, data, run=MANIFEST, run_id=RUN)
+    (item,) = job_items(job, data, run=MANIFEST, leaders=Leaders(RUN, TRAINER.node_id))
     assert [one.layers for one in item.boundaries] == [14]
     found = auditor.Measured(0, 0, 2, 0.1, 0.0, 0.0, 0.0, 0.0, -1.0, 0.5, 2.0, boundaries=(0.25,))
     report = make_report(job, [found])

@@ -15,12 +15,12 @@ from support.hostile import say
 from support.listed_verifier import ListedVerifier
 from support.noise_cases import RTX
 from support.protocol_cases import (
+    LEADERS,
     LEASE,
     MANIFEST,
     MIXED,
     PROMPTED_LEASE,
     PROOFS,
-    RUN,
     WORKER,
     head,
     played_otherwise,
@@ -184,7 +184,7 @@ def played(
 def verifier(
     environment: CountingEnvironment, states: dict[int, State], run: RunManifest = MANIFEST
 ) -> Verifier:
-    return ListedVerifier(RUN, run, [environment], FailingAudits(), states, ArrivalsOnly())
+    return ListedVerifier(LEADERS, run, [environment], FailingAudits(), states, ArrivalsOnly())
 
 
 async def reasons(
@@ -229,7 +229,7 @@ async def test_copies_are_looked_for_in_order_of_arrival_though_scores_are_made_
     environment, copies = Scripted(), ArrivalsOnly()
     environment.first_may_go.clear()
     submission, lease = played(rewards=[1.0])
-    checked = ListedVerifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
+    checked = ListedVerifier(LEADERS, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
     both: list[asyncio.Task[Verified]] = []
     for number in (
         1,
@@ -253,7 +253,7 @@ async def test_a_bundle_that_is_refused_at_once_opens_no_way_past_the_one_before
     environment, copies = Scripted(), ArrivalsOnly()
     environment.first_may_go.clear()
     submission, lease = played(rewards=[1.0])
-    checked = ListedVerifier(RUN, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
+    checked = ListedVerifier(LEADERS, MANIFEST, [environment], FailingAudits(), {3: {}}, copies)
     empty = msgspec.structs.replace(submission, groups=())
     source, refused, copy = (
         asyncio.create_task(checked.verify(sent, lease, arrival(number), version=4, rate=0.0))
@@ -274,7 +274,7 @@ async def test_the_loop_goes_on_while_copies_are_looked_for() -> None:
     """However long the texts are: peers, leases and heads are answered meanwhile."""
     copies = Lingering()
     submission, lease = played()
-    checked = ListedVerifier(RUN, MANIFEST, [Scripted()], FailingAudits(), {3: {}}, copies)
+    checked = ListedVerifier(LEADERS, MANIFEST, [Scripted()], FailingAudits(), {3: {}}, copies)
     verifying = asyncio.create_task(
         checked.verify(submission, lease, arrival(), version=4, rate=0.0)
     )
@@ -301,7 +301,7 @@ async def test_what_is_held_when_copies_are_looked_for_is_audited_with_that() ->
     copies = Lingering(states)
     copies.may_go.set()
     submission, lease = played()
-    checked = ListedVerifier(RUN, MANIFEST, [Scripted()], audits, states, copies)
+    checked = ListedVerifier(LEADERS, MANIFEST, [Scripted()], audits, states, copies)
     found = await reasons(checked, submission, lease, 1.0)
     assert (found, audits.calls, states) == ({Reason.AUDIT_FAILED: 8}, 1, {})
 
@@ -442,7 +442,7 @@ async def test_an_environment_that_does_not_return_is_not_asked_for_all_of_a_sub
 
 def mixed_verifier() -> Verifier:
     environments = [CountingEnvironment(name=name) for name in ("sums", "words")]
-    return ListedVerifier(RUN, MIXED, environments, FailingAudits(), {3: {}}, ArrivalsOnly())
+    return ListedVerifier(LEADERS, MIXED, environments, FailingAudits(), {3: {}}, ArrivalsOnly())
 
 
 def played_in(environment: str, lease_of: int) -> tuple[Submission, Lease]:
@@ -498,7 +498,9 @@ async def test_equal_replies_of_the_likeliest_tokens_are_no_copies(
     sampling: dict[str, float], asked: list[int]
 ) -> None:
     copies, run = ArrivalsOnly(), played_otherwise(MANIFEST, **sampling)
-    checked = ListedVerifier(RUN, run, [CountingEnvironment()], FailingAudits(), {3: {}}, copies)
+    checked = ListedVerifier(
+        LEADERS, run, [CountingEnvironment()], FailingAudits(), {3: {}}, copies
+    )
     supported = "temperature" not in sampling and bool(sampling)
     assert await reasons(checked, *played(rewards=[1.0], supported=supported), 0.0) == {}
     assert copies.asked == asked
@@ -526,7 +528,7 @@ async def test_of_leased_prompts_the_lease_alone_says_what_was_asked() -> None:
     )
     (task,) = lease.tasks
     checked = ListedVerifier(
-        RUN, MANIFEST, [LeasedPrompts()], FailingAudits(), {3: {}}, CopyDetector()
+        LEADERS, MANIFEST, [LeasedPrompts()], FailingAudits(), {3: {}}, CopyDetector()
     )
 
     def sent(branch: BranchRecord, reward: float = 0.0) -> Submission:
@@ -583,7 +585,7 @@ def reading_verifier(found: Measured, readings: SlowReadings) -> tuple[Verifier,
     contract = msgspec.structs.replace(PROOFS, bounds="measured", reject=PROVISIONAL)
     calibration = SelfCalibration(contract, [b"o" * 32], reads=True)
     made = ListedVerifier(
-        RUN, MANIFEST, [Scripted()], SameNoise(found), {3: {}}, ArrivalsOnly(),
+        LEADERS, MANIFEST, [Scripted()], SameNoise(found), {3: {}}, ArrivalsOnly(),
         Readings(readings, calibration),
     )  # fmt: skip
     return made, calibration
@@ -640,7 +642,7 @@ async def test_no_verdict_waits_for_the_readings_that_renew_the_envelope() -> No
 async def test_a_text_that_comes_again_has_no_means_and_no_verdict_tells_them() -> None:
     means = (0.1,) * MEANS
     audits = SameNoise(msgspec.structs.replace(NOISE, means=means))
-    checked = ListedVerifier(RUN, MANIFEST, [Scripted()], audits, {3: {}}, ArrivalsOnly())
+    checked = ListedVerifier(LEADERS, MANIFEST, [Scripted()], audits, {3: {}}, ArrivalsOnly())
     submission, lease = played()
     verified = await checked.verify(submission, lease, arrival(), version=4, rate=1.0)
     found = [one.means for one in verified.audited.evidence]

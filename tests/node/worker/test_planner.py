@@ -66,7 +66,6 @@ class Newcomer:
         services = bare_services(
             hostile.key,
             run_id=hostile.run,
-            trainer=self.trainer,
             heads=book,
             links=links,
             peers=PeerTable(),

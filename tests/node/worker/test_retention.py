@@ -56,7 +56,6 @@ class Kept:
             bare_services(
                 KEY,
                 run_id=RUN,
-                trainer=KEY.node_id,
                 heads=self.book,
                 store=self.store,
                 arrivals=ChunkArrivals(),

@@ -86,7 +86,6 @@ class Net:
             services=bare_services(
                 key(number),
                 run_id=RUN,
-                trainer=TRAINER.node_id,
                 role="inference",
                 config=CONFIG,
                 links=links,

@@ -262,7 +262,6 @@ class Front:
             bare_services(
                 TRAINER,
                 run_id=RUN,
-                trainer=TRAINER.node_id,
                 ledger=self.ledger,
                 peers=peers,
                 head_server=heads,
