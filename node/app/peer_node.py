@@ -276,18 +276,20 @@ class PeerNode(Node):
         remember(services.ledger, self._ticket)
         # `explain` checks verdicts by it when no trainer can be asked.
         services.ledger.set(MANIFEST, documents.sealed)
-        chunks = [file.chunk for file in run.model.files]
-        services.keep_chunks.update(chunk.digest for chunk in chunks)
-        model_dir = await self._bring(
-            services,
-            chunks,
-            "fetching the files of the model",
-            lambda: rundir.write_model_files(run, services.store, directory / "model"),
-        )
-        self._check_numerics(run)
-        upstreams = Upstreams(services)
-        # before versions are fetched, which may make room for themselves
-        base = await self._find_base(services, run)
+        upstreams, model_dir = Upstreams(services), directory / "model"
+        base: list[ChunkRef] = []
+        if self._computes:
+            chunks = [file.chunk for file in run.model.files]
+            services.keep_chunks.update(chunk.digest for chunk in chunks)
+            await self._bring(
+                services,
+                chunks,
+                "fetching the files of the model",
+                lambda: rundir.write_model_files(run, services.store, model_dir),
+            )
+            self._check_numerics(run)
+            # before versions are fetched, which may make room for themselves
+            base = await self._find_base(services, run)
         bringing = self._fetch_base(services, run, model_dir, upstreams, base)
         task = asyncio.create_task(bringing, name="base weights")
         return JoinedRun(services, documents, model_dir, upstreams, task)
@@ -492,6 +494,11 @@ class PeerNode(Node):
     ) -> RunDocuments | None:
         """Return the run's documents if this node goes on after `waited` seconds without a trainer."""
         return None
+
+    @property
+    def _computes(self) -> bool:
+        """Whether this node needs the model of the run."""
+        return True
 
     def _check_environments(self, run: RunManifest) -> None:
         """Raise UsageError if this node plays environments, and its owner has allowed none of the run's."""

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
-from ...protocol.manifests import RunManifest
 from ...protocol.trust import AdmittedHead, RunDocuments, TrustedRun, read_documents
 from ..config.run import JoinConfig
 from ..errors import BusyError
@@ -105,7 +104,8 @@ class StandbyNode(PeerNode):
             "output_dir": str(self.data_dir.absolute()),
             "name": COPY,
             "data_dir": str(data_dir.absolute()),
-            "network": config.network.model_dump(mode="json", exclude_unset=True),
+            # all of it: others know this node by the addresses that it has had
+            "network": config.network.model_dump(mode="json"),
             "limits": config.limits.model_dump(
                 mode="json", exclude_unset=True, include={"upload", "download"}
             ),
@@ -132,8 +132,9 @@ class StandbyNode(PeerNode):
             return None
         return read_documents(sealed, services.run_id, now=0)
 
-    def _check_numerics(self, run: RunManifest) -> None:
-        """Do nothing: a standby computes nothing."""
+    @property
+    def _computes(self) -> bool:
+        return False
 
     def _waits_for(self) -> str:
         return super()._waits_for() or (self._role.waits_for if self._role else "")
