@@ -150,7 +150,14 @@ def run(
             continue
         if arguments_of_trainer:
             # the same process, so that a service manager, and `stop`, go on with it
-            program = [sys.executable, "-P", "-m", "primerl.cli.main", "train", *arguments_of_trainer]
+            program = [
+                sys.executable,
+                "-P",
+                "-m",
+                "primerl.cli.main",
+                "train",
+                *arguments_of_trainer,
+            ]
             os.execv(sys.executable, program)
         return
 

@@ -104,7 +104,7 @@ def certify(
     when the trainer was silent for the lease; the second waits for two. Workers believe them by the root's
     signature.
     """
-    from ..node.trainer.audits import read_nodes
+    from ..node.config.node_ids import read_nodes
     from ..protocol.leaders import extended
 
     nodes = read_nodes("ID", ids)
@@ -116,7 +116,7 @@ def revoke(
     ids: Ids, data_dir: DataDir = None, key: KeyFile = None, known: Known = None, out: Out = None
 ) -> None:
     """Remove nodes from the leaders of a run, for ever: whatever they sign then counts for nobody who knows."""
-    from ..node.trainer.audits import read_nodes
+    from ..node.config.node_ids import read_nodes
     from ..protocol.leaders import without
 
     nodes = read_nodes("ID", ids)

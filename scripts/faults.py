@@ -150,7 +150,7 @@ FAULTS = (
     Fault(
         "a trainer answers in its own newest wire version",
         "node/trainer/workers.py",
-        "return Welcome(self._sealed_manifest, __version__, common, now)",
+        "return Welcome(self._sealed_manifest, __version__, common, now, leaders=leaders)",
         "return Welcome(self._sealed_manifest, __version__, own.newest, now)",
         ("test_a_run_goes_on_while_one_of_two_nodes_is_upgraded",),
     ),
@@ -1135,8 +1135,8 @@ FAULTS = (
     Fault(
         "a node's own upload is dropped when its key is in use elsewhere",
         "node/worker/upload.py",
-        "set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL, Reason.KEY_IN_USE}",
-        "set(Reason) - {Reason.BUSY, Reason.RATE_LIMITED, Reason.DISK_FULL}",
+        "Reason.KEY_IN_USE,\nReason.NOT_ADMITTED,",
+        "Reason.NOT_ADMITTED,",
         ("test_what_failed_is_kept_and_tried_again",),
     ),
     Fault(

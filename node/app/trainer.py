@@ -19,6 +19,7 @@ from ...protocol.errors import RemoteProtocolError
 from ...protocol.leaders import Leaders
 from ...protocol.reputation import ban_test
 from ...protocol.trust import RunDocuments
+from ..config.node_ids import read_nodes
 from ..config.run import RunConfig
 from ..environments.chat import DATE, ChatFormat
 from ..environments.chat_api import open_api, read_key
@@ -52,7 +53,7 @@ from ..storage.rollouts import RolloutFiles, StepSettings
 from ..storage.run_files import EVALUATIONS, ROLLOUTS, begun_on, is_copy, weights_dir
 from ..tasks import end_tasks
 from ..trainer import run_manifest
-from ..trainer.audits import AuditQueue, RemoteAuditors, read_nodes
+from ..trainer.audits import AuditQueue, RemoteAuditors
 from ..trainer.backups import Backups
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher
 from ..trainer.kept_rollouts import RolloutKeeper

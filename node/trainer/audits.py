@@ -48,7 +48,7 @@ from ...protocol.validators import (
     decode_records,
     encode_records,
 )
-from ..errors import EngineError, StorageError, UsageError
+from ..errors import EngineError, StorageError
 from ..p2p.rpc import send
 from ..p2p.transport import Stream, TransportError
 from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
@@ -640,17 +640,6 @@ class RemoteAuditors:
             )
             return {}
         return dict(zip(numbers, answer.measured, strict=True))
-
-
-def read_nodes(name: str, texts: Sequence[str]) -> list[bytes]:
-    """Parse the node ids of the setting `name`, each once. Raises UsageError."""
-    try:
-        nodes = [bytes.fromhex(text) for text in texts]
-    except ValueError:
-        nodes = [b""]
-    if any(len(node) != 32 for node in nodes):
-        raise UsageError(f"{name} holds node ids of 64 hex digits: `primerl-node id` shows them")
-    return list(dict.fromkeys(nodes))
 
 
 def _judge_all(call: AuditCall, measured: Sequence[Found]) -> list[Judged]:

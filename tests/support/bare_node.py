@@ -22,10 +22,11 @@ from primerl.protocol.version import SPOKEN
 
 def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
     """The services of the node with `key` in the run RUN; parts that are not given are None."""
+    trusted = TrustedRun(parts.get("run_id", RUN), TRAINER.node_id)
     known: dict[str, Any] = {
         "key": key,
         "run_id": RUN,
-        "heads": SimpleNamespace(trusted=TrustedRun(RUN, TRAINER.node_id)),
+        "heads": SimpleNamespace(trusted=trusted, order=lambda: (0, -1)),
         "keep_chunks": set[bytes](),
         "wire": SPOKEN,
         "tracing": Tracing(),

@@ -34,6 +34,7 @@ from support.protocol_cases import OTHER_RUN, PROOFS, WORKER, refuses
 from support.waiting import until
 
 from primerl.crypto.hashing import digest
+from primerl.node.config.node_ids import read_nodes
 from primerl.node.errors import StorageError, UsageError
 from primerl.node.p2p.transport import StreamClosed
 from primerl.node.storage.ledger import VALIDATORS, Ledger
@@ -45,7 +46,6 @@ from primerl.node.trainer.audits import (
     UNCONFIRMED_NATS,
     AuditQueue,
     RemoteAuditors,
-    read_nodes,
 )
 from primerl.node.verification.auditor import AuditAnswer, AuditCall, Measured, Unreadable
 from primerl.protocol.audits import MAX_MEASURE, MAX_MEASURED_TOKENS, UnreadableRow
