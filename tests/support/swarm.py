@@ -47,7 +47,7 @@ from primerl.node.weights.checkpoint import write_checkpoint
 from primerl.node.weights.state import Tensor
 from primerl.protocol import tickets
 from primerl.protocol.envelope import Purpose, unseal
-from primerl.protocol.leaders import LeaderList, certify
+from primerl.protocol.leaders import LeaderList, certify, without
 from primerl.protocol.manifests import PolicyHead, Ticket
 
 T = TypeVar("T")
@@ -189,6 +189,8 @@ class Swarm:
         self.ticket = ""
         self.workers: dict[str, Running] = {}
         self.standbys: dict[str, StandbyNode] = {}
+        self.listed: LeaderList | None = None
+        """The newest list of leaders that the root signed."""
         self.backends: list[WitnessBackend] = []
         self.reader: Reader | None = None
         """Reads texts in float32, if there is an envelope."""
@@ -296,7 +298,8 @@ class Swarm:
         """Kill the trainer, and remove all that it wrote."""
         self.network.drop(self.trainer.node_id)
         await self._end(self.trainer)
-        shutil.rmtree(self.run_dir)
+        while self.run_dir.exists():  # a thread may still remove a file of its own
+            shutil.rmtree(self.run_dir, ignore_errors=True)
 
     async def wait_step(self, step: int, timeout: float = 100.0) -> None:
         """Wait until version `step` is published; raise the trainer's error if it ends before."""
@@ -363,12 +366,23 @@ class Swarm:
         return worker
 
     async def certify(self, *names: str, lease_s: int = 60) -> None:
-        """Let these standbys lead the run after its trainer."""
+        """Let these standbys lead the run after its trainer, whose key is its root."""
         ids = [key_of(name).node_id for name in names]
-        known = await asyncio.to_thread(control.ask, self.trainer.data_dir, "leaders")
-        listed = LeaderList(1, (bytes.fromhex(known["trainer"]), *ids), lease_s)
-        sealed = certify(self.trainer.key, bytes.fromhex(known["run"]), listed)
-        await asyncio.to_thread(control.ask, self.trainer.data_dir, "leaders", sealed=sealed.hex())
+        self.listed = LeaderList(1, (self.trainer.node_id, *ids), lease_s)
+        await self._publish_leaders()
+
+    async def revoke(self, name: str) -> None:
+        """Let a standby lead no more; nodes that are cut off do not hear of it."""
+        assert self.listed is not None
+        self.listed = without(self.listed, [key_of(name).node_id])
+        await self._publish_leaders()
+
+    async def _publish_leaders(self) -> None:
+        assert self.listed is not None
+        data_dir = self.trainer.data_dir
+        known = await asyncio.to_thread(control.ask, data_dir, "leaders")
+        sealed = certify(self.trainer.key, bytes.fromhex(known["run"]), self.listed).hex()
+        await asyncio.to_thread(control.ask, data_dir, "leaders", sealed=sealed)
 
     async def succeed(self, name: str = "standby", timeout: float = 60.0) -> None:
         """Wait until a standby leads the run; it is the swarm's trainer from then on."""
