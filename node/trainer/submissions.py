@@ -17,7 +17,7 @@ import msgspec
 
 from ...crypto.hashing import short
 from ...protocol.audits import CHALLENGE_BYTES, Outliers, audit_rate
-from ...protocol.envelope import Purpose, unseal
+from ...protocol.envelope import Purpose, read_envelope, unseal
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.leases import Lease, open_lease
 from ...protocol.manifests import ProofContract
@@ -454,8 +454,11 @@ class SubmissionReceiver:
     async def _receive(self, peer: bytes, offer: SubmitOffer, data: bytes) -> bytes:
         """Check the bundle against its lease, make it durable, and only then sign a receipt."""
         now = time.time()
-        lease = self._check_bundle(peer, offer, data, now)
-        if lease.deadline + LATE_GRACE_S < now:
+        lease, leased_by = self._check_bundle(peer, offer, data, now)
+        # The leader before may have had it in time, and the worker had nobody to send it to since then: what its
+        # versions can still be used for decides.
+        own = leased_by == self._services.key.node_id
+        if own and lease.deadline + LATE_GRACE_S < now:
             raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {lease.lease_id} is over")
         # What is durable is queued, too, whoever waits for the receipt: else it would be lost until a restart.
         keeping = asyncio.create_task(self._keep(peer, lease, offer.digest, data, now))
@@ -505,7 +508,10 @@ class SubmissionReceiver:
             expires=received + RECEIPT_TTL_S,
         )
 
-    def _check_bundle(self, peer: bytes, offer: SubmitOffer, data: bytes, now: float) -> Lease:
+    def _check_bundle(
+        self, peer: bytes, offer: SubmitOffer, data: bytes, now: float
+    ) -> tuple[Lease, bytes]:
+        """Open a bundle; return its lease, and the leader that signed it. Raises RemoteProtocolError."""
         leaders = self._services.leaders
         opened = leaders.open_for_leader(
             data, Purpose.SUBMISSION, Submission, now=int(now), signer=peer
@@ -513,4 +519,4 @@ class SubmissionReceiver:
         lease = open_lease(opened.body.lease, leaders, peer)
         if lease.lease_id != offer.lease_id:
             raise RemoteProtocolError(Reason.UNKNOWN_LEASE, "not the lease that was offered")
-        return lease
+        return lease, read_envelope(opened.body.lease).signer
