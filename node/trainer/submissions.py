@@ -455,8 +455,8 @@ class SubmissionReceiver:
         """Check the bundle against its lease, make it durable, and only then sign a receipt."""
         now = time.time()
         lease, leased_by = self._check_bundle(peer, offer, data, now)
-        # The leader before may have had it in time, and the worker had nobody to send it to since then: what its
-        # versions can still be used for decides.
+        # The leader before may have had it in time, and the worker had nobody to send it to since then: whether
+        # its versions can still be used decides.
         own = leased_by == self._services.key.node_id
         if own and lease.deadline + LATE_GRACE_S < now:
             raise RemoteProtocolError(Reason.LEASE_EXPIRED, f"lease {lease.lease_id} is over")

@@ -13,7 +13,8 @@ import pytest
 from support.bare_node import bare_services
 from support.hostile import Rogue, altered, reason_of, soon
 from support.memory_network import MemoryNetwork
-from support.protocol_cases import LEASE, RUN, TRAINER, WORKER
+from support.protocol_cases import LEASE, LISTED, RUN, TRAINER, WORKER
+from support.protocol_cases import STRANGER as SUCCESSOR
 from support.swarm import Swarm
 from support.waiting import until
 
@@ -28,6 +29,7 @@ from primerl.node.trainer.state import LEASES_PER_BOOT
 from primerl.node.trainer.submissions import SubmissionReceiver
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
+from primerl.protocol.leaders import certify, without
 from primerl.protocol.leases import Lease
 from primerl.protocol.messages import SubmitFrom, SubmitOffer, Submitted
 from primerl.protocol.rollouts import Receipt, Submission
@@ -204,12 +206,15 @@ class Uploading:
 class Receiving:
     """A trainer's end without a network: `taken` is what is queued to be verified."""
 
-    def __init__(self, ledger: Ledger, boot: int = 0) -> None:
+    def __init__(self, ledger: Ledger, boot: int = 0, key: SecretKey = TRAINER) -> None:
+        """`key` leads the run; TRAINER has leased the work."""
         self.ledger = ledger
+        self._services = services = bare_services(key, ledger=ledger)
+        services.leaders.admit(certify(TRAINER, RUN, LISTED))
         self.taken: list[QueuedSubmission] = []
         policy = LeasePolicy((MixtureShare(2),), 8, 2, 2, 4, timeout_s=60.0, max_bytes=1 << 20)
         scheduler = SimpleNamespace(
-            registry=SimpleNamespace(services=bare_services(ledger=ledger)),
+            registry=SimpleNamespace(services=services),
             book=LeaseBook(policy),
             work_changed=self._work_changed,
         )
@@ -218,6 +223,10 @@ class Receiving:
 
     async def _work_changed(self) -> None:
         pass
+
+    def revoke(self) -> None:
+        """Let TRAINER lead no more."""
+        self._services.leaders.admit(certify(TRAINER, RUN, without(LISTED, [TRAINER.node_id])))
 
     async def submit(self, number: int, over_s: float = -60.0) -> bytes:
         """Hand in empty work for a lease that is over since then; return its digest."""
@@ -253,6 +262,21 @@ async def test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over(
             await trainer.submit(2, over_s=60.0)
         assert late.value.reason == Reason.LEASE_EXPIRED
         assert ledger.last_arrival() == 1
+    finally:
+        ledger.close()
+
+
+async def test_work_that_the_leader_before_leased_is_taken_though_its_lease_is_over(
+    tmp_path: Path,
+) -> None:
+    """Its worker had nobody to send it to; whoever was never certified has leased nothing."""
+    ledger = Ledger(tmp_path / "ledger.db", fsync=False)
+    try:
+        successor = Receiving(ledger, LATER_BOOT, SUCCESSOR)
+        assert ledger.received(await successor.submit(1, over_s=60.0)) is not None
+        successor.revoke()
+        with pytest.raises(RemoteProtocolError, match="does not lead"):
+            await successor.submit(2)
     finally:
         ledger.close()
 
