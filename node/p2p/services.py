@@ -293,7 +293,7 @@ class Obstacle:
     """Why the trainer does not give a role what it asks for, and when to ask again."""
 
     def __init__(self, services: NodeServices, work: str, cure: str) -> None:
-        """`work` is what is asked for, as "audits"; `cure` is where the trainer's operator names who gets it."""
+        """`work` is what is asked for, as "audits"; `cure` names those who get it, at the trainer."""
         self._services = services
         self._work = work
         self._cure = cure
