@@ -24,7 +24,7 @@ from .command import (
 )
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.text import Text
 
     from ..node.evaluation.eval_suite import Cell, EvalProgress
     from ..node.evaluation.statistics import Estimate
@@ -131,7 +131,7 @@ def _print(cells: Sequence["Cell"], directory: Path, *, as_json: bool) -> None:
         )
 
 
-def results_table(cells: Sequence["Cell"]) -> "Table":
+def results_table(cells: Sequence["Cell"]) -> "Text":
     """Draw a row for each environment and model: means with 95 % intervals."""
     from .tables import fitted
 

@@ -246,9 +246,7 @@ def _evidence(verdict: "Explanation") -> list[Any]:
     ):
         rows.append((label, *(f"{bound:.3g} " for bound in bounds), "", ""))
     names = ("ROLLOUT", *measures, "TOKENS", "DRAW")
-    table = fitted(names, rows, right=("TOKENS", *measures), drop=("TOKENS", "DRAW"))
-    for row in table.rows[-2:]:
-        row.style = "dim"
+    table = fitted(names, rows, right=("TOKENS", *measures), drop=("TOKENS", "DRAW"), dim=2)
     sample = "not measured on this model"
     if verdict.honest_rollouts:
         sample = f"{verdict.honest_rollouts} honest rollouts, {verdict.honest_tokens} tokens"

@@ -241,7 +241,7 @@ def install(
         return
     _run(*_systemctl(), "daemon-reload")
     _run(*_systemctl(), "enable", "--now", service.unit)
-    if not service.system:
+    if not service.system and not Path("/var/lib/systemd/linger", _me()).exists():
         typer.echo(f"it ends when you log out, unless you run: loginctl enable-linger {_me()}")
 
 

@@ -45,6 +45,12 @@ def test_workers_see_the_ticket_and_no_key() -> None:
         assert worker["volumes"] == [f"{name}:/data", f"shared:{directory['--output-dir']}:ro"]
 
 
+def test_workers_find_a_trainer_by_its_name_when_its_container_has_another_address() -> None:
+    command = SERVICES["trainer"]["command"]
+    port = command[command.index("--network.port") + 1]
+    assert command[command.index("--network.advertise") + 1] == f'["trainer:{port}"]'
+
+
 def test_every_folder_of_the_package_is_in_the_image_and_tests_are_not() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert not {"cli", "configs", "crypto", "node", "protocol", "pyproject.toml"} & set(ignored)

@@ -523,6 +523,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """Return the key or section among `known` dotted keys that `name` was probably meant to be, or ""."""
     name = name.replace("-", "_")
     section, _, last = name.rpartition(".")
+    if last in known:  # max_steps, for training.max_steps
+        return last
     inside = {
         key.removeprefix(f"{section}."): key for key in known if key.startswith(f"{section}.")
     }

@@ -24,7 +24,7 @@ import msgspec
 
 from ..config.run import DashboardPort
 from ..errors import BusyError, NodeError
-from ..process.unix_sockets import ACCEPTS_AT_ONCE
+from ..process.unix_sockets import ACCEPTS_AT_ONCE, BACKLOG
 from ..tasks import end_tasks
 from .figures import Curves, NodeFigures
 from .http import hide_libraries, is_local
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 SHUTDOWN_S = 1.0
-BACKLOG = 64
 MAX_BODY = 1024
 FILES = {
     "/": ("index.html", "text/html"),

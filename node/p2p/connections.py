@@ -22,6 +22,7 @@ from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import Message
 from ...protocol.version import ALPN_CONTROL
+from ..errors import StorageError
 from .limits import TokenBuckets, network_of
 from .peers import PeerTable, Tier
 from .rpc import TooSlow, ask, refuse
@@ -182,6 +183,9 @@ async def answer_stream(handler: Handler, peers: PeerTable, peer: bytes, stream:
     except (TransportError, TimeoutError) as error:
         logger.debug("stream of %s broke: %s", short(peer), error)
         await stream.abort()
+    except StorageError as error:
+        logger.error("cannot answer %s: %s", short(peer), error)
+        await refuse(stream, Reason.DISK_FULL, "this node cannot store it now")
     except Exception:
         # One request of one stranger must not end the node, whatever our bug is.
         logger.exception("bug while answering %s", short(peer))

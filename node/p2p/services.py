@@ -38,6 +38,7 @@ from .peers import PeerTable
 from .rpc import Refused
 from .serve import BlobServer, ChunkArrivals, TcpChunkServer
 from .transport import Transport, TransportError
+from .waiting import LogBackoff
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ FAREWELL_S = 0.5
 """Seconds for a proof of equivocation to be sent before the node ends."""
 GOODBYE_S = 2.0
 """Longest time that a leaving node takes to say so."""
+PAUSE_S, PAUSE_MAX_S = 0.3, 10.0
+"""Least and longest pause of a role whose trainer did not give it what it asked for."""
+REFUSED_PAUSE_S = 30.0
+"""The pause of a role that the trainer does not want: its operator may name the node."""
 
 
 KEY_REFUSALS = frozenset({Reason.KEY_IN_USE, Reason.KEY_RETIRED})
@@ -282,3 +287,37 @@ class NodeServices:
         if self.discovery is not None:
             await self.discovery.publish(sealed)
             await asyncio.sleep(FAREWELL_S)
+
+
+class Obstacle:
+    """Why the trainer does not give a role what it asks for, and when to ask again."""
+
+    def __init__(self, services: NodeServices, work: str, cure: str) -> None:
+        """`work` is what is asked for, as "audits"; `cure` names those who get it, at the trainer."""
+        self._services = services
+        self._work = work
+        self._cure = cure
+        self.end()
+
+    def end(self, reason: str = "") -> None:
+        """The trainer answered; `reason` says why there is nothing to do all the same."""
+        self.reason = reason
+        self._pause_s = PAUSE_S
+        self._lines = LogBackoff()
+
+    def explain(self, error: Exception) -> float:
+        """Report an error of a question; return the seconds to wait before the next one."""
+        self.reason = f"the trainer gives no {self._work}: {error}"
+        pause = self._pause_s
+        self._pause_s = min(1.6 * pause, PAUSE_MAX_S)
+        refused = error.reason if isinstance(error, Refused) else None
+        if isinstance(error, Refused):
+            self._services.report_refusal(error)
+        if refused in (Reason.NOT_ADMITTED, Reason.BANNED):
+            pause = REFUSED_PAUSE_S
+            node = self._services.key.node_id.hex()
+            self.reason += f"; {self._cure} has to name this node, {node}"
+            logger.error("%s. Asking again in %.0f s", self.reason, pause)
+        elif self._lines.due():
+            logger.info("%s", self.reason)
+        return pause

@@ -9,15 +9,13 @@ import asyncio
 import logging
 import time
 
-from ...crypto.hashing import short
-from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.errors import RemoteProtocolError
 from ...protocol.manifests import RunManifest
 from ...protocol.messages import Backup, BackupWait, GetBackup
 from ..errors import NetworkError, UsageError
 from ..p2p.rpc import Refused
-from ..p2p.services import NodeServices
+from ..p2p.services import NodeServices, Obstacle
 from ..p2p.transport import TransportError
-from ..p2p.waiting import LogBackoff
 from ..tasks import end_tasks
 from .mirror import Mirror
 
@@ -25,11 +23,10 @@ logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 300.0
 """Time for a backup to be made: a checkpoint of some hundred GB is hashed meanwhile."""
-PAUSE_S, PAUSE_MAX_S = 1.0, 10.0
+IDLE_S = 1.0
+"""Time between two looks whether this node is still paused."""
 LOOK_S = 0.5
 """Pause between two looks whether the trainer is lost."""
-REFUSED_PAUSE_S = 30.0
-"""Pause after the trainer refused this node as a standby: its operator may add it."""
 
 
 class StandbyRole:
@@ -40,8 +37,7 @@ class StandbyRole:
         self._heads = services.heads
         self._run = run
         self.mirror = mirror
-        self._obstacle = ""
-        self._lines = LogBackoff()
+        self._obstacle = Obstacle(services, "backups", "`primerl-node root certify`")
         self.brought_at = 0.0
         """Unix seconds at which the newest was complete."""
         self.takes_over = ""
@@ -50,7 +46,7 @@ class StandbyRole:
     @property
     def waits_for(self) -> str:
         """Reason why there is no backup, or no newer one; empty while all is well."""
-        return self._obstacle
+        return self._obstacle.reason
 
     async def run(self) -> None:
         """Follow until the run ends, or this node has to lead it. Raises StorageError."""
@@ -67,21 +63,18 @@ class StandbyRole:
 
     async def _copy(self) -> None:
         """Bring backups until the run ends, or is handed over to this node. Raises StorageError."""
-        pause = PAUSE_S
         while not self._heads.ended and not self.takes_over:
             try:
                 wait = await self._step()
-                pause, self._obstacle = PAUSE_S, ""
-                self._lines.reset()
+                self._obstacle.end()
             except (NetworkError, TransportError, Refused, RemoteProtocolError) as error:
-                wait = self._explain(error, pause)
-                pause = min(pause * 1.6, PAUSE_MAX_S)
+                wait = self._obstacle.explain(error)
             await self._heads.wait(lambda: False, wait)
 
     async def _step(self) -> float:
         """Bring a newer backup, if there is one; return the seconds until the next question."""
         if self._services.paused():
-            return PAUSE_S
+            return IDLE_S
         reply = await self._services.ask_trainer(
             GetBackup(self.mirror.known),
             Backup | BackupWait,  # type: ignore[arg-type]
@@ -130,19 +123,3 @@ class StandbyRole:
     def _silence(self) -> float:
         """Return the seconds since the trainer, or a newer head of it, was heard; 0 while it is."""
         return max(0.0, time.monotonic() - max(self._heads.unwatched_since, self._heads.news_at))
-
-    def _explain(self, error: Exception, pause: float) -> float:
-        """Report why there was no backup; return the seconds to wait."""
-        self._obstacle = f"the trainer gives no backup: {error}"
-        if isinstance(error, Refused) and error.reason == Reason.NOT_ADMITTED:
-            logger.error(
-                "the trainer gives this node no backups (%s). Its id, for `primerl-node root certify`: %s. "
-                "Asking again in %.0f s",
-                error.detail,
-                self._services.key.node_id.hex(),
-                REFUSED_PAUSE_S,
-            )
-            return REFUSED_PAUSE_S
-        if self._lines.due():
-            logger.info("no backup from %s: %s", short(self._services.trainer), error)
-        return pause

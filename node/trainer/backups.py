@@ -101,8 +101,11 @@ class Backups:
         last = hand_over.ready and peer == hand_over.successor
         async with self._lock:
             if self._clock() - self._made_at >= LEAST_AGE_S or (last and not self._last):
-                made = await asyncio.to_thread(self._make, self._announced())
-                self._made_at, self._last = self._clock(), hand_over.ready
+                try:
+                    made = await asyncio.to_thread(self._make, self._announced())
+                finally:
+                    self._made_at = self._clock()
+                self._last = hand_over.ready
                 self._newest = made or self._newest
         if self._newest is None or self._name == request.known:
             if last:
@@ -115,32 +118,30 @@ class Backups:
         began = time.monotonic()
         self._number += 1
         directory = self._staged / str(self._number)
-        remove_made(directory, backed_up)
+        parts: dict[bytes, FilePart] = {}
         try:
+            remove_made(directory, backed_up)
             step = self._stage(directory, announced)
             if step is None:
                 return None
-            parts: dict[bytes, FilePart] = {}
             files = tuple(self._files(directory, parts))
-        except OSError as error:
-            raise StorageError(f"no backup can be made in {directory}: {error}") from error
-        chunks = tuple(
-            ChunkRef(name, size)
-            for name in sorted(self._store.names())
-            if (size := self._store.size(name))
-        )
-        backup = Backup(step, files, chunks)
-        encoded = msgspec.msgpack.encode(backup)
-        if len(encoded) > MAX_MESSAGE:
-            raise StorageError(
-                "the run has too many files for a backup: lower weights.max_disk_gib"
-            )
-        self._name = digest(encoded)
+            backup = Backup(step, files, self._stored())
+            name = _name(backup)
+        except (OSError, StorageError) as error:
+            with suppress(OSError):  # half a backup would keep a full disk full
+                remove_made(directory, backed_up)
+            raise StorageError(f"no backup can be made: {error}") from error
+        self._name = name
         self._parts = [*self._parts[-1:], parts]
         self._store.lend({name: part for parts in self._parts for name, part in parts.items()})
         self._drop_older()
         logger.debug("backup of step %d in %.2f s", step, time.monotonic() - began)
         return backup
+
+    def _stored(self) -> tuple[ChunkRef, ...]:
+        """List the chunks of versions."""
+        sizes = ((name, self._store.size(name)) for name in sorted(self._store.names()))
+        return tuple(ChunkRef(name, size) for name, size in sizes if size)
 
     def _stage(self, directory: Path, announced: int) -> int | None:
         """Link or copy the files into `directory`; return the step after which they go on."""
@@ -210,6 +211,14 @@ class Backups:
         for path in self._staged.iterdir():
             if path.name not in kept and path.is_dir():
                 remove_made(path, backed_up)
+
+
+def _name(backup: Backup) -> bytes:
+    """Return the digest of a backup. Raises StorageError where no message holds it."""
+    encoded = msgspec.msgpack.encode(backup)
+    if len(encoded) > MAX_MESSAGE:
+        raise StorageError("the run has too many files: lower weights.max_disk_gib")
+    return digest(encoded)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -24,7 +24,7 @@ from ...protocol.manifests import ProofContract
 from ...protocol.messages import SubmitOffer
 from ...protocol.reputation import BanTest
 from ...protocol.rollouts import Receipt, Submission, Verdict
-from ..errors import StorageError, first_cause
+from ..errors import first_cause
 from ..p2p.transport import Stream
 from ..p2p.uploads import UploadReceiver
 from ..storage.ledger import QueuedSubmission
@@ -483,15 +483,9 @@ class SubmissionReceiver:
                 raise RemoteProtocolError(
                     Reason.BUSY, "the submission queue is full: try again later"
                 )
-            try:
-                arrival = await self._ledger.beside(
-                    self._ledger.receive, name, lease.lease_id, peer, data, int(now)
-                )
-            except StorageError as error:
-                logger.error("a submission could not be kept: %s", error)
-                raise RemoteProtocolError(
-                    Reason.DISK_FULL, "the trainer cannot store it now"
-                ) from error
+            arrival = await self._ledger.beside(
+                self._ledger.receive, name, lease.lease_id, peer, data, int(now)
+            )
             if lease.lease_id in self._book.held:
                 self._book.settle(lease.lease_id, peer, now)
             self._queue.put(QueuedSubmission(arrival, name, lease.lease_id, peer, data))

@@ -43,10 +43,9 @@ from ...protocol.version import ALPN_CONTROL
 from ..errors import EngineError, first_cause
 from ..inference.engine import Completion, EngineStats, GenerateRequest
 from ..p2p.rpc import Refused, TooSlow, receive_reply, send
-from ..p2p.services import NodeServices
+from ..p2p.services import NodeServices, Obstacle
 from ..p2p.transport import Stream, StreamClosed, TransportError
 from ..p2p.uploads import GRACE_S, MIN_RATE, PIECE_BYTES
-from ..p2p.waiting import LogBackoff
 from ..verification.auditor import (
     AuditItem,
     Auditor,
@@ -66,10 +65,6 @@ logger = logging.getLogger(__name__)
 
 NOTHING = -1
 ASK_TIMEOUT_S = 20.0
-PAUSE_S = 0.2
-PAUSE_MAX_S = 3.0
-REFUSED_PAUSE_S = 30.0
-"""Pause after the trainer refused this node as a validator: its operator may add it."""
 REPORT_TTL_S = 3600
 MAX_FAILURES = 3
 """Consecutive audits that fail as a whole, after which the node ends with an error."""
@@ -154,12 +149,10 @@ class ValidatorRole:
         self._cache = cache
         self._auditor = auditor
         self._failures = 0
-        self._lines = LogBackoff()
         self.jobs_at_once = 1
         """Most jobs that are audited at the same time."""
         self._jobs: set[asyncio.Task[None]] = set()
-        self._obstacle = ""
-        """Reason why no job came, after the last request."""
+        self._obstacle = Obstacle(services, "audits", "verification.validators of the trainer")
         self.audits = 0
         """Number of jobs that were measured and reported."""
         self.rollouts = 0
@@ -168,7 +161,7 @@ class ValidatorRole:
     @property
     def waits_for(self) -> str:
         """Reason why nothing is audited; empty during an audit."""
-        return "" if self._jobs else self._obstacle
+        return "" if self._jobs else self._obstacle.reason
 
     async def run(self) -> None:
         """Audit until the run ends. Raises EngineError if the auditor keeps failing."""
@@ -182,7 +175,6 @@ class ValidatorRole:
 
     async def _take_jobs(self, tasks: asyncio.TaskGroup) -> None:
         """Ask for jobs and begin each, until the run ends."""
-        pause = PAUSE_S
         while not self._heads.ended:
             await self._heads.end_without_trainer(self._sync.version, self._run.max_steps)
             if self._heads.ended:
@@ -191,20 +183,18 @@ class ValidatorRole:
                 await asyncio.wait(self._jobs, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 continue
             if why := self._services.paused():
-                self._obstacle = f"paused: {why}"
+                self._obstacle.reason = f"paused: {why}"
                 await self._heads.wait(lambda: not self._services.paused(), 1.0)
                 continue
             if not await self._sync.wait_order((0, 0), 1.0):
-                self._obstacle = self._sync.waits_for
+                self._obstacle.reason = self._sync.waits_for
                 continue
             try:
                 job = await self._ask()
             except (TransportError, Refused, RemoteProtocolError) as error:
-                await self._heads.wait(lambda: False, self._explain(error, pause))
-                pause = min(pause * 1.6, PAUSE_MAX_S)
+                await self._heads.wait(lambda: False, self._obstacle.explain(error))
                 continue
-            pause, self._obstacle = PAUSE_S, "nothing is to be audited"
-            self._lines.reset()
+            self._obstacle.end("nothing is to be audited")
             if job is not None:
                 begun = tasks.create_task(self._finish(*job))
                 self._jobs.add(begun)
@@ -214,26 +204,7 @@ class ValidatorRole:
         try:
             await self._do(job, sealed)
         except (TransportError, Refused, RemoteProtocolError) as error:
-            self._explain(error, PAUSE_S)
-
-    def _explain(self, error: Exception, pause: float) -> float:
-        """Report why the trainer gave no job; return the seconds to wait."""
-        self._obstacle = f"the trainer gives no audits: {error}"
-        if isinstance(error, Refused):
-            self._services.report_refusal(error)
-        if isinstance(error, Refused) and error.reason in (Reason.NOT_ADMITTED, Reason.BANNED):
-            self._obstacle += "; verification.validators of the trainer has to name this node"
-            logger.error(
-                "the trainer takes no audits from this node (%s). Its id, for verification.validators "
-                "of the trainer: %s. Asking again in %.0f s",
-                error.detail,
-                self._services.key.node_id.hex(),
-                REFUSED_PAUSE_S,
-            )
-            return REFUSED_PAUSE_S
-        if self._lines.due():
-            logger.info("no audits: %s", error)
-        return pause
+            self._obstacle.explain(error)
 
     # -- jobs --------------------------------------------------------------------------------------
 

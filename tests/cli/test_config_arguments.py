@@ -479,13 +479,14 @@ def test_all_unknown_keys_are_listed_at_once_each_with_the_nearest(
     path = written(
         tmp_path / "other.toml",
         "max_step = 3\n[trainig]\nlr = 1\n[rollouts]\ngroupsize = 4\n[training]\nxyzzy = 1\nmax_norm = 0\n"
-        "betsa = [0.9, 0.9]\n[[environments]]\nid = 'arithmetic'\nratoi = 2",
+        "betsa = [0.9, 0.9]\nmax_steps = 3\n[[environments]]\nid = 'arithmetic'\nratoi = 2",
     )
     ran = cli("train", "@", path)
     assert ran.code == 2
     first, *lines = ran.err.replace(f" in {path}", "").splitlines()
-    assert first == "primerl-node: error: 7 problems:"
+    assert first == "primerl-node: error: 8 problems:"
     assert set(lines) == {
+        "  - unknown config key training.max_steps: did you mean max_steps?",
         "  - unknown config key max_step: did you mean max_steps?",
         "  - unknown config key trainig: did you mean training?",
         "  - unknown config key training.betsa: did you mean training.betas?",

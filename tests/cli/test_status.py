@@ -99,6 +99,18 @@ def test_a_narrow_terminal_shows_whole_ids_and_versions_and_leaves_out_what_matt
     assert "SOFTWARE" in drawn(*rows, width=200)[0]
 
 
+async def test_peers_in_a_pipe_are_as_wide_as_they_are_or_as_COLUMNS_says(
+    ask: Ask, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = str(await serve(peers=[PEER]))
+    assert "SOFTWARE" in (await ask("peers", "-d", node)).out
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = (await ask("peers", "-d", node)).out
+    assert "SOFTWARE" not in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "SOFTWARE" in (await ask("peers", "--wide", "-d", node)).out
+
+
 async def test_peers_are_sorted_by_a_column_and_a_wrong_one_is_refused_with_the_nearest(
     ask: Ask, serve: Serve
 ) -> None:

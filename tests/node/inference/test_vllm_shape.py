@@ -202,7 +202,10 @@ def test_fp8_is_refused_for_models_that_no_engine_quantizes(
     tmp_path: Path, fields: dict[str, Any], reason: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | fields))
-    for config in (EngineConfig(quantization="fp8"), vllm(quantization="fp8")):
+    for config in (
+        EngineConfig(quantization="fp8"),
+        vllm(quantization="fp8", dtype="bfloat16"),  # which it has to be with a torch for GPUs
+    ):
         with pytest.raises(UsageError, match=rf"the model is {reason}.*leave engine\.quantization"):
             check_config(config, ModelConfig(name=str(tmp_path)))
     check_config(EngineConfig(), ModelConfig(name=str(tmp_path)))

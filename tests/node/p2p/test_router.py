@@ -9,7 +9,9 @@ from support import virtual_time
 from support.memory_network import MemoryConnection, MemoryNetwork
 from support.waiting import until
 
+from primerl.crypto.hashing import short
 from primerl.crypto.keys import SecretKey
+from primerl.node.errors import StorageError
 from primerl.node.p2p import connections
 from primerl.node.p2p.peers import PeerTable, Tier
 from primerl.node.p2p.rpc import Refused, TooSlow, receive, send
@@ -107,6 +109,22 @@ async def test_a_bug_of_ours_costs_one_request() -> None:
             await ask(links)
         broken = False
         assert await ask(links) == Accepted()
+
+
+async def test_a_full_disk_costs_requests_that_need_it_and_a_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def handler(peer: bytes, stream: Stream) -> None:
+        raise StorageError("the disk is full")
+
+    async with served(handler) as (links, table):
+        with pytest.raises(Refused, match="disk_full"):
+            await ask(links)
+        assert table.reliability(CLIENT) == 1.0
+    assert [line for line in caplog.messages if "full" in line] == [
+        f"cannot answer {short(CLIENT)}: the disk is full"
+    ]
+    assert not any(record.exc_info for record in caplog.records)
 
 
 async def test_more_streams_at_once_than_allowed_are_refused_and_the_others_answered() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.counting_backend import CountingBackend
+from support.machine import fill, small_disk
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.errors import NetworkError, StorageError
@@ -265,3 +266,23 @@ async def test_a_full_disk_leaves_the_copy_as_it_was(
     with pytest.raises(StorageError):
         await run.mirror.bring(backup, run.own, full)
     assert tree(run.mirror.directory) == before
+
+
+async def test_a_full_disk_of_the_trainer_costs_a_backup_and_keeps_no_half_of_one(
+    tmp_path: Path,
+) -> None:
+    with small_disk(tmp_path / "disk", kib=4096) as disk:
+        run = Run(disk)
+        await run.backend.start(tmp_path / "model")
+        await run.checkpoint(3)
+        backup = await run.newest()
+        run.ledger.set("fact", os.urandom(1 << 20))
+        filling = fill(disk)
+        with pytest.raises(StorageError, match=r"no backup can be made.* full"):
+            await run.newest()
+        assert [path.name for path in (run.run_dir / "trainer/backup").iterdir()] == ["1"]
+        # until it is old enough to be made anew, the last one is given
+        assert await run.backups.answer(STANDBY, GetBackup(NO_DIGEST)) == backup
+        filling.unlink()
+        assert await run.newest() != backup
+        run.ledger.close()
