@@ -79,7 +79,7 @@ def _ask(
     data_dir: Path | None,
     command: str,
     as_json: bool,
-    arguments: dict[str, object],
+    arguments: dict[str, Any],
     roles: tuple[str, ...] = WORKERS,
 ) -> Any:
     """Tell the node; return its answer, or None once it was printed as JSON. Raises NodeError."""

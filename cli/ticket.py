@@ -2,7 +2,7 @@
 
 import re
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -57,7 +57,7 @@ def show(
     from ..node.ops.control import ask
 
     options = {"expires_s": seconds(expires) if expires else None, "uses": uses, "label": label}
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     answer = ask(find_node(data_dir), "ticket", **given)
     typer.echo(to_json(answer) if as_json else answer["ticket"])
 

@@ -666,7 +666,7 @@ FAULTS = (
     Fault(
         "work of a lease that is over is taken",
         "node/trainer/submissions.py",
-        "if lease.deadline + LATE_GRACE_S < now:",
+        "if own and lease.deadline + LATE_GRACE_S < now:",
         "if False:",
         ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
     ),

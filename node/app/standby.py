@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import os
 import time
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..p2p.services import NodeServices
 from ..standby.loop import StandbyRole
 from ..standby.mirror import Mirror
 from ..storage.ledger import LEADERS, MANIFEST, Ledger
-from ..storage.run_files import CONFIG, is_copy, write
+from ..storage.run_files import CONFIG, is_copy, write, write_private
 from ..tasks import end_tasks
 from .factories import Factories
 from .peer_node import JoinedRun, PeerNode
@@ -90,8 +89,7 @@ class StandbyNode(PeerNode):
         """Make the copy a run of this node's: with its key, at its ports, after all heads that it knows."""
         data_dir = self.copy / "trainer"
         if (own := self.data_dir / KEY).exists():
-            (data_dir / KEY).unlink(missing_ok=True)
-            _copy_private(own, data_dir / KEY)
+            write_private(data_dir / KEY, own.read_text())
         newest = services.heads.latest()
         with closing(Ledger(data_dir / "ledger.db", fsync=self._config.fsync)) as ledger:
             for name in (PORT, LIBP2P_PORT, LEADERS):
@@ -150,10 +148,3 @@ class StandbyNode(PeerNode):
 
 def _holds(ledger: Ledger, head: AdmittedHead) -> bool:
     return any(sealed == head.sealed for sealed, _ in ledger.heads())
-
-
-def _copy_private(source: Path, target: Path) -> None:
-    """Copy a key file, to be read by its owner alone."""
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(source.read_bytes())

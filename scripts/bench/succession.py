@@ -10,7 +10,6 @@ whether every step was trained once in the history that goes on. --quick does on
 
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 from primerl.crypto.keys import SecretKey
 from primerl.node.errors import NodeError
 from primerl.node.ops import control
+from primerl.node.removal import remove_own
 from primerl.protocol.leaders import LeaderList, certify
 from primerl.scripts.bench.report import at_least, at_most, conclude, make_parser, show_figures
 
@@ -96,7 +96,7 @@ class Trial:
         os.killpg(trainer.pid, signal.SIGKILL)
         lost = time.monotonic()
         trainer.wait()
-        shutil.rmtree(self._directory / "t")
+        remove_own(self._directory / "t")
         worker = self._directory / "w"
         until(
             "a successor",
