@@ -4,7 +4,7 @@
 
 Each run is the demo in processes of its own over iroh, on this machine: a trainer, a worker and a standby that
 a root key has certified. After some steps the trainer's process group is killed with SIGKILL and all that it
-wrote is removed. Judged are the time until the worker has the next head, what the worker's work was rejected for, and
+wrote is removed. Judged are the time until the worker has the next head, what its work was rejected for, and
 whether every step was trained once in the history that goes on. --quick does one run.
 """
 

@@ -82,6 +82,7 @@ async def test_a_run_that_is_handed_over_loses_no_version(
         assert resumed(caplog) == last
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_comes_back_late_steps_down(tmp_path: Path, model_dir: Path) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint={"interval": 3}) as swarm:
         await swarm.start_trainer()
@@ -103,6 +104,7 @@ async def test_a_trainer_that_comes_back_late_steps_down(tmp_path: Path, model_d
         swarm.trainer = leads
 
 
+@pytest.mark.slow
 async def test_what_had_a_receipt_of_the_lost_trainer_is_given_to_the_next_one(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -157,6 +159,7 @@ async def test_of_two_that_lead_at_once_the_newer_epoch_wins(
             assert set((await worker.status())["rejected"]) <= HARMLESS
 
 
+@pytest.mark.slow
 async def test_the_second_standby_leads_if_the_first_is_lost_as_well(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -176,6 +179,7 @@ async def test_the_second_standby_leads_if_the_first_is_lost_as_well(
         assert max(swarm.heads())[0] == EPOCHS_OF_TURN + 2 * EPOCHS_OF_PLACE
 
 
+@pytest.mark.slow
 async def test_workers_follow_no_standby_that_they_know_to_be_revoked(
     tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
