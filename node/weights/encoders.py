@@ -14,29 +14,18 @@ import queue
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from io import BufferedIOBase
-from itertools import accumulate, groupby, pairwise
+from itertools import pairwise
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import (
-    SKIP,
-    SMALL,
-    Bits,
-    Changes,
-    Positions,
-    encode_block,
-    encode_changes,
-    is_large,
-    measure,
-)
-from .codec import encode_delta
-from .payload import DELTA, blocks_of, framed, header, layout_of, ordered, together
-from .state import Changed, CodecError, State
+from .blocks import Block, Coded, encode_changes, encode_found
+from .codec import NONE, encode_delta
+from .sparse import Changes
+from .state import Changed, State
 
 PIPE = 1 << 20
 """Bytes that a pipe holds: with the usual 64 KiB both ends wait for each other all the time."""
@@ -49,8 +38,6 @@ _HEAD = struct.Struct("<II")
 _TABLE = np.dtype([("size", "<u4"), ("count", "<u4")])
 _CODED = np.dtype([("method", "<u4"), ("length", "<u4")])
 _PLACE = np.dtype("<u4")
-
-Coded = tuple[int, bytes]
 
 
 class EncoderProcess:
@@ -76,23 +63,22 @@ class EncoderProcess:
         """Process id."""
         return self._process.pid
 
-    def code(
-        self, blocks: Sequence[tuple[int, int]], index: NDArray[Any], moves: Bits
-    ) -> list[Coded]:
-        """Do encode_changes() for every one of `blocks`: (size, number of changes)."""
-        table = np.array(blocks, _TABLE)
-        index = index.astype(_PLACE)
-        self._out.write(_HEAD.pack(moves.itemsize, table.size))
-        for array in (table, index, moves):
+    def code(self, changes: Changes, counts: Sequence[int], sizes: Sequence[int]) -> list[Coded]:
+        """Do encode_changes()."""
+        table = np.array([*zip(sizes, counts, strict=True)], _TABLE)
+        index = changes.index.astype(_PLACE)
+        self._out.write(_HEAD.pack(changes.moves.itemsize, table.size))
+        for array in (table, index, changes.moves):
             self._out.write(array.view(np.uint8).data)
         self._out.flush()
         coded = _read(self._in, _CODED, table.size)
         bodies = _read(self._in, np.dtype(np.uint8), int(coded["length"].sum())).tobytes()
         ends = np.cumsum(coded["length"], dtype=np.int64).tolist()
-        starts = [0, *ends[:-1]]
         return [
-            (int(method), bodies[start:end])
-            for method, start, end in zip(coded["method"], starts, ends, strict=True)
+            (method, bodies[start:end])
+            for method, (start, end) in zip(
+                coded["method"].tolist(), pairwise([0, *ends]), strict=True
+            )
         ]
 
     def end(self) -> None:
@@ -117,22 +103,11 @@ def serve(source: BufferedIOBase, sink: BinaryIO) -> None:
         table = _read(source, _TABLE, blocks)
         total = int(table["count"].sum())
         index = _read(source, _PLACE, total)
-        coded = code_all(table.tolist(), index, _read(source, dtype, total))
+        changes = Changes(index, _read(source, dtype, total))
+        coded = encode_changes(changes, table["count"].tolist(), table["size"].tolist())
         sink.write(np.array([(method, len(body)) for method, body in coded], _CODED).tobytes())
         sink.writelines(body for _, body in coded)
         sink.flush()
-
-
-def code_all(blocks: Sequence[tuple[int, int]], index: NDArray[Any], moves: Bits) -> list[Coded]:
-    """Do EncoderProcess.code() in this process."""
-    coded: list[Coded] = []
-    at = 0
-    for size, count in blocks:
-        part = slice(at, at + count)
-        changes = Changes(index[part].astype(np.int64), moves[part])
-        coded.append(encode_changes(changes, size))
-        at += count
-    return coded
 
 
 def _read(source: BufferedIOBase, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -160,18 +135,6 @@ SHARE = 1 << 19
 """Changes for each process."""
 GONE = "an encoding process is gone (%s): coding here"
 """Logged when a process ended, killed for memory, say. This process then encodes; the others end with it."""
-
-NONE = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of a tensor, and positions in it that may have changed."""
-
-    base: Bits
-    new: Bits
-    dtype: str
-    hint: Positions
 
 
 class Encoders:
@@ -214,88 +177,31 @@ class Encoders:
         self, base: State, new: State, changed: Changed | None = None
     ) -> Iterator[bytes]:
         """Do codec.encode_delta(), in processes where enough positions are known."""
+        in_threads = min(THREADS, self._count)
         if changed is None or self._count < 2:
-            return encode_delta(base, new, threads=min(THREADS, self._count), changed=changed)
-        if layout_of(base) != layout_of(new):
-            raise CodecError(
-                "base and new state differ in names, types or shapes: publish a snapshot"
-            )
-        known: dict[str, Positions] = {}
-        unknown: list[str] = []
-        for name in new:
-            positions = changed.get(name, NONE)
-            if positions is None:
-                unknown.append(name)
-            else:
-                known[name] = positions
-        to_compare = sum(new[name].data.size for name in unknown)
-        count = to_compare + sum(positions.size for positions in known.values())
-        if to_compare >= MOST_COMPARED or count < WORTH_IT:
-            return encode_delta(base, new, threads=min(THREADS, self._count), changed=changed)
-        for name in unknown:
-            known[name] = np.flatnonzero(base[name].data != new[name].data)
-        self.start(max(2, count // SHARE))
-        return self._encode(base, new, known)
+            return encode_delta(base, new, threads=in_threads, changed=changed)
+        to_compare = sum(new[name].data.size for name in new if changed.get(name, NONE) is None)
+        known = sum(positions.size for positions in changed.values() if positions is not None)
+        if to_compare >= MOST_COMPARED or to_compare + known < WORTH_IT:
+            return encode_delta(base, new, threads=in_threads, changed=changed)
+        self.start(max(2, known // SHARE))
+        threads = len(self._running)
+        return encode_delta(base, new, threads=threads, changed=changed, encode=self._encode)
 
-    def _encode(self, base: State, new: State, changed: Mapping[str, Positions]) -> Iterator[bytes]:
-        layout = layout_of(new)
-        yield header(DELTA, layout)
-        blocks = (
-            _Block(base[name].data[part], new[name].data[part], dtype, hint)
-            for name, dtype, shape in layout
-            for part, hint in _hints(list(blocks_of(shape)), changed[name])
-        )
-        jobs = (
-            (group,)
-            for _, alike in groupby(blocks, lambda block: block.dtype)
-            for group in together(alike, lambda block: (block.hint.size, block.new.size))
-        )
-        for coded in ordered(self._code, jobs, len(self._running)):
-            for method, body in coded:
-                yield framed(method, body)
+    def _encode(self, blocks: Sequence[Block]) -> list[Coded]:
+        return encode_found(blocks, self._ask)
 
-    def _code(self, blocks: Sequence[_Block]) -> list[Coded]:
-        """Code blocks of one dtype, in a process if anything changed."""
-        edges = [0, *accumulate(block.hint.size for block in blocks)]
-        index = np.concatenate([block.hint for block in blocks])
-        old, now = (np.empty(index.size, blocks[0].new.dtype) for _ in range(2))
-        for block, (start, end) in zip(blocks, pairwise(edges), strict=True):
-            block.base.take(block.hint, out=old[start:end], mode="clip")  # none is clipped
-            block.new.take(block.hint, out=now[start:end], mode="clip")
-        differ = old != now
-        if not differ.all():
-            index, old, now = index[differ], old[differ], now[differ]
-            edges = np.concatenate([[0], np.cumsum(differ)])[edges].tolist()
-        if not index.size:
-            return [(SKIP, b"")] * len(blocks)
-        sizes = [
-            (block.new.size, end - start)
-            for block, (start, end) in zip(blocks, pairwise(edges), strict=True)
-        ]
-        coded = self._ask(sizes, index, measure(old, now, blocks[0].dtype))
-        for number, block in enumerate(blocks):
-            # As encode_block(): such a block may be shorter as it stands.
-            if block.new.size <= SMALL or is_large(coded[number][1], block.new):
-                hint = index[edges[number] : edges[number + 1]]
-                coded[number] = encode_block(block.base, block.new, block.dtype, hint)
-        return coded
-
-    def _ask(self, blocks: Sequence[tuple[int, int]], index: Positions, moves: Bits) -> list[Coded]:
+    def _ask(self, changes: Changes, counts: Sequence[int], sizes: Sequence[int]) -> list[Coded]:
+        if not changes.index.size:
+            return encode_changes(changes, counts, sizes)
         process = self._idle.get()
         try:
-            return process.code(blocks, index, moves)
+            return process.code(changes, counts, sizes)
         except (OSError, EOFError) as error:
             logger.warning(GONE, error)
-            return code_all(blocks, index, moves)
+            return encode_changes(changes, counts, sizes)
         finally:
             self._idle.put(process)
-
-
-def _hints(parts: Sequence[slice], positions: Positions) -> Iterator[tuple[slice, Positions]]:
-    """Yield each block of a tensor with the positions in it, counted from its start."""
-    edges = np.searchsorted(positions, [0, *(part.stop for part in parts)]).tolist()
-    for part, (low, high) in zip(parts, pairwise(edges), strict=True):
-        yield part, positions[low:high] - part.start
 
 
 if __name__ == "__main__":
