@@ -15,8 +15,9 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .sparse import FEW_FLAGS, Bits, Changes, Positions, encode_sparse, where
+from .sparse import FEW_FLAGS, Bits, Changes, encode_sparse, where
 from .state import FLOATS, CodecError
 from .streams import MAX_STREAM, StreamReader, coded_planes, coded_stream
 
@@ -46,8 +47,10 @@ class Block:
     base: Bits
     new: Bits
     dtype: str
-    hint: Positions | None = None
+    hint: NDArray[Any] | None = None
     """Every position that changed, sorted and unique, and perhaps others; None: all have to be compared."""
+    bits: tuple[Bits, Bits] | None = None
+    """The bits of both at the hint, where they are known."""
 
 
 Coded = tuple[int, bytes]
@@ -71,10 +74,14 @@ def find_known(blocks: Sequence[Block]) -> tuple[Changes, list[int]]:
     hints = [block.hint for block in blocks if block.hint is not None]
     edges = [0, *accumulate(hint.size for hint in hints)]
     index = np.concatenate(hints)
-    old, now = (np.empty(index.size, blocks[0].new.dtype) for _ in range(2))
-    for block, hint, (start, end) in zip(blocks, hints, pairwise(edges), strict=True):
-        block.base.take(hint, out=old[start:end], mode="clip")  # none is clipped
-        block.new.take(hint, out=now[start:end], mode="clip")
+    known = [block.bits for block in blocks if block.bits is not None]
+    if len(known) == len(blocks):
+        old, now = map(np.concatenate, zip(*known, strict=True))
+    else:
+        old, now = (np.empty(index.size, blocks[0].new.dtype) for _ in range(2))
+        for block, hint, (start, end) in zip(blocks, hints, pairwise(edges), strict=True):
+            block.base.take(hint, out=old[start:end], mode="clip")  # none is clipped
+            block.new.take(hint, out=now[start:end], mode="clip")
     differ = old != now
     if not differ.all():
         index, old, now = index[differ], old[differ], now[differ]

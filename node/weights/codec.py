@@ -41,6 +41,7 @@ from .payload import (
 )
 from .sparse import Bits, Positions, decode_changes
 from .state import BITS, Changed, CodecError, State, Tensor, numel
+from .state_history import StepChanges
 
 CODEC = "planes/3"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""
@@ -103,11 +104,7 @@ def encode_delta(
     if layout != layout_of(new):
         raise CodecError("base and new state differ in names, types or shapes: publish a snapshot")
     blocks = (
-        block
-        for name, _, _ in layout
-        for block in _blocks(
-            base[name], new[name], None if changed is None else changed.get(name, NONE)
-        )
+        block for name, _, _ in layout for block in _blocks(name, base[name], new[name], changed)
     )
     return _encode_delta(layout, blocks, threads, encode)
 
@@ -157,21 +154,24 @@ def _encode_delta(
             yield framed(method, body)
 
 
-def _blocks(base: Tensor, new: Tensor, positions: Positions | None) -> Iterator[Block]:
-    """Yield the blocks of a tensor with the `positions` in each, counted from its start; None: compare all."""
+def _blocks(name: str, base: Tensor, new: Tensor, changed: Changed | None) -> Iterator[Block]:
+    """Yield the blocks of a tensor, with what is known of where they changed, counted from their starts."""
     parts = list(blocks_of(new.shape))
-    if positions is None:
-        hints = [None] * len(parts)
-    elif len(parts) == 1:
-        hints = [positions]
+    bits: Sequence[Bits] = ()
+    if isinstance(changed, StepChanges):
+        positions, *bits = changed.edit(name)
     else:
-        edges = np.searchsorted(positions, [0, *(part.stop for part in parts)]).tolist()
-        hints = [
-            positions[low:high] - part.start
-            for part, (low, high) in zip(parts, pairwise(edges), strict=True)
-        ]
-    for part, hint in zip(parts, hints, strict=True):
-        yield Block(base.data[part], new.data[part], new.dtype, hint)
+        positions = None if changed is None else changed.get(name, NONE)
+    if positions is None:
+        for part in parts:
+            yield Block(base.data[part], new.data[part], new.dtype)
+        return
+    ends = [part.stop for part in parts]
+    edges = [0, *np.searchsorted(positions, ends).tolist()] if ends[1:] else [0, positions.size]
+    for part, (low, high) in zip(parts, pairwise(edges), strict=False):  # an empty tensor has none
+        hint = positions[low:high] - part.start if part.start else positions[low:high]
+        known = (bits[0][low:high], bits[1][low:high]) if bits else None
+        yield Block(base.data[part], new.data[part], new.dtype, hint, known)
 
 
 def _weigh_difference(block: Block) -> tuple[int, int]:

@@ -44,7 +44,7 @@ MAX_SHIFT = 20
 class Changes:
     """The changed elements of a block, and the size of each change."""
 
-    index: NDArray[np.int64]
+    index: NDArray[Any]
     """Positions in the block, strictly increasing."""
     moves: Bits
     """Zig-zag of the wrapped difference, never 0: -1, 1, -2, ... are 1, 2, 3, ..."""
@@ -69,7 +69,7 @@ def where(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
 # -- positions -------------------------------------------------------------------------------------
 
 
-def code_positions(index: Positions, counts: Positions, sizes: Sequence[int]) -> list[bytes]:
+def code_positions(index: NDArray[Any], counts: Positions, sizes: Sequence[int]) -> list[bytes]:
     """Code positions below `sizes`, strictly increasing in each part: `counts` of them, and never none."""
     firsts = np.cumsum(counts) - counts
     shifts = [_shift(count, size) for count, size in zip(counts.tolist(), sizes, strict=True)]
