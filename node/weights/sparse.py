@@ -81,7 +81,8 @@ def code_positions(index: NDArray[Any], counts: Positions, sizes: Sequence[int])
     gaps >>= shifts[0] if len(set(shifts)) == 1 else np.repeat(np.array(shifts, np.int32), counts)
     gaps += 1
     lengths = np.add.reduceat(gaps, firsts, dtype=np.int64)
-    gaps[firsts[1:]] += -lengths[:-1] & 7  # each bitmap begins with a byte
+    # each bitmap begins with a byte
+    gaps[firsts[1:]] += -lengths[:-1] & 7
     ones = np.cumsum(gaps, dtype=np.int64)
     flags = np.zeros(ones[-1], np.uint8)
     ones -= 1
