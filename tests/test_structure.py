@@ -103,7 +103,7 @@ HEAVY = {
     "opentelemetry": {"node.ops.tracing"},
     "packaging": {"node.app.peer_node"},
     "pynvml": {"node.gpus"},
-    "zstandard": {"node.weights.blocks"},
+    "zstandard": {"node.weights.streams"},
     "typer": {"cli"},
     "rich": {"cli"},
     "textual": {"cli.top"},

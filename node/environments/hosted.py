@@ -70,7 +70,7 @@ from .host import (
 )
 from .judge_model import JudgeModel, Judges
 from .policies import JudgeRefused, PlayFailed, RememberedPolicy
-from .sandbox import Sandbox, Start, python_path
+from .sandbox import Sandbox, Scratch, Start, python_path
 from .stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -285,13 +285,13 @@ class EnvironmentChild(ChildProcess):
         while self._failure is None and self.pid is not None:
             self._ran.append(self._marked()[0] != 0)
             # in a thread: a machine with many threads takes milliseconds to list a process's children
-            fault = await asyncio.to_thread(self._sandbox.overrun, self.pid)
-            if not fault and self._scratch is not None:
-                fault = await asyncio.to_thread(self._scratch.overrun)
-            if fault:
+            if fault := await asyncio.to_thread(self._overrun, self.pid, self._scratch):
                 kill_group(self.pid)
                 await self._lose(fault)
             await asyncio.sleep(GUARD_S)
+
+    def _overrun(self, pid: int, scratch: Scratch | None) -> str:
+        return self._sandbox.overrun(pid) or ("" if scratch is None else scratch.overrun())
 
     def _life(self) -> object:
         """Return a value that changes while the process lives; running code may answer late."""

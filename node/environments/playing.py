@@ -433,11 +433,11 @@ class TasksetPlayer:
 
 
 def _keep_signatures(task: vf.Task) -> None:
-    """Attach the signatures of a task's scoring functions to them, as `inspect` allows.
+    """Attach the signatures of a task's functions to them, as `inspect` allows.
 
-    The library asks for them at every rollout, which took a ninth of the time of scoring one.
+    The library asks for them at every rollout, which took a sixth of the time of scoring one.
     """
-    for hook in (*task.hooks("metric"), *task.hooks("reward")):
+    for hook in (*task.hooks("metric"), *task.hooks("reward"), *task.hooks("stop")):
         function = getattr(hook, "__func__", hook)
         if not hasattr(function, "__signature__"):
             with suppress(AttributeError, TypeError, ValueError):  # not every callable takes one

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError, StorageError
-from ..weights.state import BITS, State, Tensor, numel
+from ..weights.state import BITS, Changed, State, Tensor, numel
+from ..weights.state_history import Edit, StepChanges, join_edits
 from .backend import Snapshot
-
-Positions = NDArray[np.int64]
 
 MAX_THREADS = 16
 """More threads copy no faster."""
@@ -50,8 +49,8 @@ class Piece(Protocol):
         """Bytes of memory that the piece holds until it is written."""
         ...
 
-    def write(self, data: NDArray[Any]) -> Positions | None:
-        """Write the elements into the whole tensor's bits; return their positions, if few."""
+    def write(self, data: NDArray[Any]) -> Edit | None:
+        """Write the elements into the whole tensor's bits; return where and over which, if few."""
         ...
 
 
@@ -76,16 +75,22 @@ class HostPiece:
         if self.ready is not None:
             self.ready.synchronize()
 
-    def write(self, data: NDArray[Any]) -> Positions | None:
-        """Write the elements into the whole tensor's bits; return their positions, if few."""
+    def write(self, data: NDArray[Any]) -> Edit | None:
+        """Write the elements into the whole tensor's bits; return where and over which, if few."""
         self.wait()
         if self.index is None:
             np.copyto(data[self.start : self.start + self.bits.size], self.bits)
             return None
         index = self.index.astype(np.int64)
         index += self.start
-        data[index] = self.bits
-        return index
+        return overwrite(data, index, self.bits)
+
+
+def overwrite(data: NDArray[Any], index: NDArray[np.int64], bits: NDArray[Any]) -> Edit:
+    """Write `bits` at `index`; return the difference."""
+    older = data.take(index)
+    data[index] = bits
+    return Edit(index, older, bits)
 
 
 @dataclass(frozen=True)
@@ -179,8 +184,8 @@ class _Growing:
         self.data = None if old else np.empty(numel(diff.shape), BITS[diff.dtype])
         """The new bits; None while nothing has changed."""
         self.pieces: list[Piece] = []
-        self.found: list[Positions | None] = []
-        """Positions changed by each piece; None: anywhere in the tensor."""
+        self.edits: list[Edit | None] = []
+        """What each piece changed; None: anything in the tensor."""
         self._layout = (diff.dtype, diff.shape)
 
     def tensor(self) -> Tensor:
@@ -190,12 +195,13 @@ class _Growing:
             return self.old
         return Tensor(*self._layout, self.data)
 
-    def positions(self) -> Positions | None:
-        """Return the positions that differ from the old tensor; None: anywhere."""
-        known = [positions for positions in self.found if positions is not None]
-        if len(known) < len(self.found):
+    def edit(self) -> Edit | None:
+        """Return the difference from the old tensor; None: anywhere."""
+        known = [edit for edit in self.edits if edit is not None]
+        if len(known) < len(self.edits):
             return None
-        return known[0] if len(known) == 1 else np.concatenate(sorted(known, key=_first))
+        known.sort(key=lambda edit: int(edit.positions[0]))
+        return known[0] if len(known) == 1 else Edit(*map(np.concatenate, zip(*known, strict=True)))
 
     def write(self) -> None:
         """Write the received pieces."""
@@ -203,12 +209,8 @@ class _Growing:
             assert self.old is not None
             self.data = self.old.data.copy()
         for piece in self.pieces:
-            self.found.append(piece.write(self.data))
+            self.edits.append(piece.write(self.data))
         self.pieces.clear()
-
-
-def _first(positions: Positions) -> int:
-    return int(positions[0])
 
 
 class _Building:
@@ -245,10 +247,8 @@ class _Building:
         compared = all(tensor.old is not None for tensor in self._growing.values())
         if self._base is None or not compared or state.keys() != self._base.keys():
             return Snapshot(state)
-        changed = {
-            name: tensor.positions() for name, tensor in self._growing.items() if tensor.found
-        }
-        return Snapshot(state, self._base, changed)
+        edits = {name: tensor.edit() for name, tensor in self._growing.items() if tensor.edits}
+        return Snapshot(state, self._base, _changed(state, edits))
 
     def _old(self, diff: TensorDiff) -> Tensor | None:
         """Return the tensor that the pieces of `diff` are changes of; None for a whole one."""
@@ -268,6 +268,16 @@ class _Building:
         list(self._pool.map(_Growing.write, self._waiting.values()))
         self._waiting.clear()
         self._bytes = 0
+
+
+def _changed(state: State, edits: Mapping[str, Edit | None]) -> Changed:
+    """Return where `state` differs from its base, with the bits there if few of every tensor changed."""
+    known = {name: edit for name, edit in edits.items() if edit is not None}
+    dtypes = {state[name].dtype for name in known}
+    if len(known) == len(edits) and len(dtypes) == 1:
+        return StepChanges(join_edits(dtypes.pop(), known))
+    changed: dict[str, NDArray[np.int64] | None] = dict.fromkeys(edits)
+    return changed | {name: edit.positions for name, edit in known.items()}
 
 
 MEMORY = Path("/dev/shm")
@@ -608,8 +618,8 @@ class _FilePiece:
     nbytes: int = 0
     """It holds no memory."""
 
-    def write(self, data: NDArray[Any]) -> Positions | None:
-        """Read the elements into the whole tensor's bits; return their positions, if few."""
+    def write(self, data: NDArray[Any]) -> Edit | None:
+        """Read the elements into the whole tensor's bits; return where and over which, if few."""
         piece = self.told
         if piece.index_at is None:
             self.file.read_into(data[piece.start : piece.start + piece.count], piece.bits_at)

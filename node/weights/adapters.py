@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EngineError
-from .blocks import where
 from .payload import ordered
+from .sparse import where
 from .state import BITS, Changed, State, Tensor
 from .state_history import TensorLayout, layout
 

@@ -7,24 +7,21 @@ Equal input gives equal bytes, with any number of threads, with or without a hin
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from threading import Lock
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...protocol.manifests import TensorInfo
 from .blocks import (
-    ALONE,
     SKIP,
     SPARSE,
-    Bits,
-    Positions,
+    Block,
     decode_block,
-    decode_changes,
-    encode_block,
+    encode_blocks,
+    encode_raw,
     move,
 )
 from .payload import (
@@ -41,7 +38,9 @@ from .payload import (
     ordered,
     together,
 )
+from .sparse import Bits, Positions, decode_changes
 from .state import BITS, Changed, CodecError, State, Tensor, numel
+from .state_history import StepChanges
 
 CODEC = "planes/3"
 """Goes into Artifact.codec. Any change of the bytes is a new name."""
@@ -64,19 +63,23 @@ _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 
 Done = Callable[[str, Tensor], None]
 """Called with each tensor, and its name, once it is complete, in the thread that decoded it."""
-Coded = tuple[slice, int, memoryview]
+RARELY = 32
+"""Of elements that have to be compared one in so many is assumed to have changed."""
+NONE = np.empty(0, np.int64)
+
+_Part = tuple[slice, int, memoryview]
 """The elements of a block, its method and body."""
 
 
 def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
     """Encode `state` on its own, block by block. Equal states give equal bytes."""
     jobs = (
-        (None, state[name].data[part], dtype)
-        for name, dtype, shape in layout_of(state)
+        (state[name].data[part],)
+        for name, _, shape in layout_of(state)
         for part in blocks_of(shape)
     )
     yield header(FULL, layout_of(state))
-    for method, body in ordered(encode_block, jobs, threads):
+    for method, body in ordered(encode_raw, jobs, threads):
         yield framed(method, body)
 
 
@@ -92,7 +95,10 @@ def encode_delta(
     layout = layout_of(base)
     if layout != layout_of(new):
         raise CodecError("base and new state differ in names, types or shapes: publish a snapshot")
-    return _encode_delta(layout, base, new, changed, threads)
+    blocks = (
+        block for name, _, _ in layout for block in _blocks(name, base[name], new[name], changed)
+    )
+    return _encode_delta(layout, blocks, threads)
 
 
 def decode_full(
@@ -127,28 +133,42 @@ def apply_delta(
 
 
 def _encode_delta(
-    layout: Sequence[Layout], base: State, new: State, changed: Changed | None, threads: int
+    layout: Sequence[Layout], blocks: Iterable[Block], threads: int
 ) -> Iterator[bytes]:
     yield header(DELTA, layout)
-    turn = Lock() if threads > 1 else ALONE
     jobs = (
-        (base[name].data[part], new[name].data[part], dtype, _hint_of(changed, name, part), turn)
-        for name, dtype, shape in layout
-        for part in blocks_of(shape)
+        (group,)
+        for _, alike in groupby(blocks, lambda block: block.dtype)
+        for group in together(alike, _weigh_difference)
     )
-    for method, body in ordered(encode_block, jobs, threads):
-        yield framed(method, body)
+    for coded in ordered(encode_blocks, jobs, threads):
+        for method, body in coded:
+            yield framed(method, body)
 
 
-def _hint_of(changed: Changed | None, name: str, part: slice) -> Positions | None:
-    """Select the positions of `changed` in a block, counted from its start; None to compare all of it."""
-    if changed is None:
-        return None
-    positions = changed.get(name, np.empty(0, np.int64))
+def _blocks(name: str, base: Tensor, new: Tensor, changed: Changed | None) -> Iterator[Block]:
+    """Yield the blocks of a tensor, with what is known of where they changed, counted from their starts."""
+    parts = list(blocks_of(new.shape))
+    bits: Sequence[Bits] = ()
+    if isinstance(changed, StepChanges):
+        positions, *bits = changed.edit(name)
+    else:
+        positions = None if changed is None else changed.get(name, NONE)
     if positions is None:
-        return None
-    low, high = np.searchsorted(positions, (part.start, part.stop))
-    return positions[low:high] - part.start
+        for part in parts:
+            yield Block(base.data[part], new.data[part], new.dtype)
+        return
+    ends = [part.stop for part in parts]
+    edges = [0, *np.searchsorted(positions, ends).tolist()] if ends[1:] else [0, positions.size]
+    for part, (low, high) in zip(parts, pairwise(edges), strict=False):  # an empty tensor has none
+        hint = positions[low:high] - part.start if part.start else positions[low:high]
+        known = (bits[0][low:high], bits[1][low:high]) if bits else None
+        yield Block(base.data[part], new.data[part], new.dtype, hint, known)
+
+
+def _weigh_difference(block: Block) -> tuple[int, int]:
+    changes = block.new.size // RARELY if block.hint is None else block.hint.size
+    return changes, block.new.size
 
 
 def _decode(
@@ -178,8 +198,8 @@ class _CodedTensor:
     name: str
     base: Tensor | None
     out: Tensor
-    sparse: list[Coded]
-    others: list[Coded]
+    sparse: list[_Part]
+    others: list[_Part]
     """Blocks of other methods."""
     changed: int = 0
     """Number of changes in sparse blocks so far, and their positions, unless they are many."""

@@ -21,8 +21,9 @@ from ...crypto.hashing import digest
 from ...protocol.manifests import Artifact, ChunkRef, PolicyManifest, TensorInfo
 from ...protocol.recent import RecentDict
 from ...protocol.version import KIB, MAX_CHUNK, MIB
-from .blocks import BLOCK, SKIP, max_body, read_varint, varint
+from .blocks import BLOCK, SKIP, max_body
 from .state import BITS, CodecError, State, numel
+from .streams import read_varint, varint
 
 MAGIC = b"PRLW"
 FULL, DELTA = 0, 1

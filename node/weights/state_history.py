@@ -6,8 +6,8 @@ A step changes a few percent of the bf16 bits, so nine versions of a model take 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise, starmap
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -24,7 +24,7 @@ Bits = NDArray[np.unsignedinteger]
 class Edit(NamedTuple):
     """Where a tensor differs between two neighbouring versions, and its bits there."""
 
-    positions: Bits
+    positions: NDArray[Any]
     """Flat positions, ascending."""
     older: Bits
     newer: Bits
@@ -57,24 +57,29 @@ class Patch(dict[str, "Tensor | Edit"]):
 
 
 class StepChanges(Mapping[str, NDArray[np.int64]]):
-    """Where two neighbouring versions differ, as Changed, with the values of the one that is changed to."""
+    """Where two neighbouring versions differ, as Changed, with the bits of both there."""
 
-    def __init__(self, patch: Patch, edits: JoinedEdits, *, to_newer: bool) -> None:
-        self._patch = patch
+    def __init__(self, edits: JoinedEdits, *, to_newer: bool = True) -> None:
+        """`to_newer`: the newer version is the one that is changed to."""
         self.edits = edits
         self.new_bits = edits.newer if to_newer else edits.older
         """In the order of edits.positions."""
+        ends = accumulate(edits.counts.values(), initial=0)
+        self._parts = dict(zip(edits.counts, starmap(slice, pairwise(ends)), strict=True))
+
+    def edit(self, name: str) -> Edit:
+        """Return the difference of one tensor; empty if it has none."""
+        part, edits = self._parts.get(name, slice(0)), self.edits
+        return Edit(edits.positions[part], edits.older[part], edits.newer[part])
 
     def __getitem__(self, name: str) -> NDArray[np.int64]:
-        edit = self._patch[name]
-        assert isinstance(edit, Edit)
-        return edit.positions.astype(np.int64)
+        return self.edits.positions[self._parts[name]].astype(np.int64)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._patch)
+        return iter(self._parts)
 
     def __len__(self) -> int:
-        return len(self._patch)
+        return len(self._parts)
 
 
 class HeldState(Mapping[str, Tensor]):
@@ -305,7 +310,7 @@ def known_changes(old: State, new: State) -> Changed | None:
         if first.newer is second and (patch := first.patch) is not None:
             if patch.joined is None:
                 return _places(patch)
-            return StepChanges(patch, patch.joined, to_newer=new is second)
+            return StepChanges(patch.joined, to_newer=new is second)
     return None
 
 
@@ -320,6 +325,12 @@ def _places(patch: Patch) -> Changed:
 def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
     """Make the difference from `newer` to `older`."""
     patch = Patch()
+    if isinstance(changed, StepChanges) and not any(
+        _is_dense(older[name], count) for name, count in changed.edits.counts.items()
+    ):
+        patch.update({name: changed.edit(name) for name in changed})
+        patch.joined = changed.edits
+        return patch
     edited: dict[str, dict[str, NDArray[np.int64]]] = {}
     for name, tensor in older.items():
         if changed is not None and name not in changed:
@@ -330,8 +341,7 @@ def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
             if known is None
             else known
         )
-        size = 2 * tensor.data.itemsize + np.dtype(_width(tensor)).itemsize
-        if positions.size * size >= tensor.data.nbytes:
+        if _is_dense(tensor, positions.size):
             patch[name] = tensor
         elif positions.size:
             edited.setdefault(tensor.dtype, {})[name] = positions
@@ -347,8 +357,27 @@ def _patch(older: State, newer: State, changed: Changed | None) -> Patch:
     return patch
 
 
+def _is_dense(tensor: Tensor, count: int) -> bool:
+    """Return whether an Edit at `count` positions takes as much memory as the tensor."""
+    size = 2 * tensor.data.itemsize + np.dtype(_width(tensor)).itemsize
+    return count * size >= tensor.data.nbytes
+
+
 def _width(tensor: Tensor) -> type[np.unsignedinteger]:
     return np.uint32 if tensor.data.size <= 2**31 else np.uint64
+
+
+def join_edits(dtype: str, edits: Mapping[str, Edit]) -> JoinedEdits:
+    """Join the differences of tensors of one dtype, at least one."""
+    ends = [edit.positions for edit in edits.values()]
+    width = np.uint32 if max(int(positions[-1]) for positions in ends) < 2**31 else np.uint64
+    return JoinedEdits(
+        dtype,
+        {name: edit.positions.size for name, edit in edits.items()},
+        np.concatenate(ends, dtype=width, casting="unsafe"),
+        np.concatenate([edit.older for edit in edits.values()]),
+        np.concatenate([edit.newer for edit in edits.values()]),
+    )
 
 
 def _join(

@@ -1,7 +1,7 @@
 """Measure size and speed of the delta codec and of other formats on the same tensors.
 
     python scripts/bench/codec.py [--quick] [--threads N] [--synthetic] [--json FILE]
-    python scripts/bench/codec.py --stages SHAPE [--quick] [--json FILE]
+    python scripts/bench/codec.py --stages SHAPE [--quick] [--json FILE] [--before COMMIT]
 
 Deltas are synthetic, of several densities, and those of real optimizer steps: bf16 bits before and after one
 step. All formats get the same tensors and threads, make blocks of the same size, and end with the BLAKE3 digest
@@ -14,12 +14,18 @@ of the gaps between changed weights plus that of the sizes of their changes.
 --stages measures the CPU stages of one version instead, from the trainer's snapshot to the worker's engine, for
 steps of Adam's size: with one and two threads, and with two beside a thread of plain Python, as a node's event
 loop is one: each stage then waits for the lock of the interpreter, and that thread for the stage. Its remaining
-speed is the last column.
+speed is the last column. With --before this tree and the commit are measured in turns, twice, and the least
+of each compared.
 """
 
 import argparse
 import asyncio
 import gc
+import json
+import math
+import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -28,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import starmap
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeVar
@@ -43,9 +50,9 @@ from primerl.node.models.huggingface import create, load_model, policy_state
 from primerl.node.process.threads import share_python
 from primerl.node.storage.chunk_store import FileStore
 from primerl.node.trainer.publisher import STORED_AT_ONCE
+from primerl.node.training.snapshot import HostPiece, HostState, TensorDiff
 from primerl.node.weights.blocks import BLOCK, measure
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
-from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.payload import cut, ordered
 from primerl.node.weights.replica import Policy, WeightReplica, prove
 from primerl.node.weights.state import (
@@ -60,6 +67,7 @@ from primerl.node.weights.state_history import StateHistory, state_bytes
 from primerl.protocol.manifests import Artifact, PolicyManifest, TensorInfo
 from primerl.scripts.bench.models import SHAPES, random_policy
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
+from primerl.scripts.bench.soak import unpack
 
 DEVIATION = 0.02
 """Standard deviation of synthetic weights, as in a newly initialised model."""
@@ -271,13 +279,8 @@ def _manifest(
     return PolicyManifest(NO_DIGEST, new.version, new.digest, infos, (artifact,)), artifact
 
 
-def ours(encoders: Encoders) -> Format:
-    """Return the codec as trainers and workers use it; threads decode and hash."""
-
-    def encode(base: Policy, new: Policy, _threads: int) -> Iterator[bytes]:
-        return encoders.encode_delta(base.state, new.state)
-
-    return Format(CODEC, encode, _decode_ours)
+def _encode_ours(base: Policy, new: Policy, threads: int) -> Iterator[bytes]:
+    return encode_delta(base.state, new.state, threads=threads)
 
 
 def _decode_ours(base: Policy, new: Policy, payload: list[bytes], threads: int) -> State:
@@ -375,6 +378,7 @@ def _blockwise(
     return Format(name, encode_all, decode_all)
 
 
+OURS = Format(CODEC, _encode_ours, _decode_ours)
 ANCHOR = Format(f"{CODEC} full", _encode_anchor, _decode_anchor)
 FULL = _blockwise("full bf16 + zstd-1", _encode_full, _decode_full)
 XOR = _blockwise("xor + shuffle + zstd-1", _encode_xor, _decode_xor)
@@ -446,19 +450,14 @@ def measure_bound(pair: Pair) -> tuple[int, float]:
     return changed, entropy_bits(gaps) + entropy_bits(moves)
 
 
-def cpu_seconds(processes: Sequence[int]) -> float:
-    """Return CPU time of this process and of others, by id, from Linux's per-process clocks."""
-    return time.process_time() + sum(time.clock_gettime(~pid << 3 | 2) for pid in processes)
-
-
-def best(function: Callable[[], T], repeats: int, processes: Sequence[int] = ()) -> tuple[T, Spent]:
-    """Return the result and the least seconds of `repeats` calls, including CPU of `processes`."""
+def best(function: Callable[[], T], repeats: int) -> tuple[T, Spent]:
+    """Return the result and the least seconds of `repeats` calls."""
     wall = cpu = float("inf")
     while True:
-        started, used = time.perf_counter(), cpu_seconds(processes)
+        started, used = time.perf_counter(), time.process_time()
         result = function()
         wall = min(wall, time.perf_counter() - started)
-        cpu = min(cpu, cpu_seconds(processes) - used)
+        cpu = min(cpu, time.process_time() - used)
         repeats -= 1
         if repeats <= 0:
             return result, Spent(wall, cpu)
@@ -512,9 +511,7 @@ def run(
     threads, repeats = options.threads, options.repeats
     copy = copying(new.state, threads)
     _, before = best(copy, repeats)
-    payload, encoding = best(
-        lambda: list(form.encode(base, new, threads)), repeats, options.encoders.pids
-    )
+    payload, encoding = best(lambda: list(form.encode(base, new, threads)), repeats)
     state, decoding = best(lambda: form.decode(base, new, payload, threads), repeats)
     _, after = best(copy, repeats)
     if any(state[name].data.tobytes() != one.data.tobytes() for name, one in pair.new.items()):
@@ -589,10 +586,11 @@ def judge(rows: Sequence[Row], threads: int) -> list[Goal]:
 STAGE_RATES = (1e-6, 3e-6, 1e-5)
 ANNOUNCED_S, LOADED_S = 0.25, 0.2
 """Goals for both halves of the way, on a host with a GPU; these stages are not all of it."""
+TIMES = {"cpu_s", "alone_s", "threads_s", "beside_s"}
+"""Fields that --before compares."""
 
-
-Stage = Callable[[int, Encoders], object]
-"""Arguments: threads, and encoders of as many."""
+Stage = Callable[[int], object]
+"""Argument: threads."""
 
 
 class Busy:
@@ -623,8 +621,10 @@ class StageRow:
     rate: float
     changed: float
     stage: str
+    cpu_s: float
+    """CPU time with one thread."""
     alone_s: float
-    """With one thread."""
+    """Wall time with one thread."""
     threads_s: float
     """With two."""
     beside_s: float
@@ -652,81 +652,96 @@ def adam_step(
 
 def stages_of(base: Policy, new: Policy, changed: Changed, directory: Path) -> dict[str, Stage]:
     """Return each stage, in order."""
-    known = {name: positions for name, positions in changed.items() if positions is not None}
     chunks = list(cut(encode_delta(base.state, new.state, changed=changed)))
     manifest, artifact = _manifest(new, "delta", base, chunks)
     numbers = iter(range(10**6))
 
-    def encode(threads: int, encoders: Encoders) -> object:
-        return list(cut(encoders.encode_delta(base.state, new.state, known)))
+    def encode(threads: int) -> object:
+        return list(cut(encode_delta(base.state, new.state, threads=threads, changed=changed)))
 
-    def store(threads: int, _: Encoders) -> object:
+    def store(_threads: int) -> object:
         files = FileStore(directory / f"{next(numbers)}", max_bytes=1 << 40)
         return list(ordered(files.put, ((chunk,) for chunk in chunks), STORED_AT_ONCE))
 
-    def hold(_threads: int, _: Encoders) -> object:
+    def hold(_threads: int) -> object:
         history = StateHistory(2)
         history.add(0, base.state)
-        history.add(1, new.state, known)
+        history.add(1, new.state, changed)
         return history
 
-    def hand_over(_threads: int, _: Encoders) -> object:
+    def hand_over(_threads: int) -> object:
         async def write() -> None:
-            delta = make_delta(new.state, changed, ())
+            delta = make_delta(new.state, dict(changed), ())
             async with shared_file(delta.tensors, delta.metadata):
                 pass
 
         return asyncio.run(write())
 
     return {
-        "trainer: hash": lambda threads, _: prove(1, new.state, known=base, threads=threads),
+        "trainer: hash": lambda threads: prove(1, new.state, known=base, threads=threads),
         "trainer: encode": encode,
         "trainer: store": store,
         "trainer: hold for audits": hold,
-        "worker: decode and prove": lambda threads, _: (
+        "worker: decode and prove": lambda threads: (
             WeightReplica(base, threads=threads).prepare(manifest, artifact, iter(chunks)).policy
         ),
         "worker: file for the engine": hand_over,
     }
 
 
+def step_of(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> tuple[Policy, Policy, Changed]:
+    """Return both policies as a trainer's backend gives them, and where the second one changed."""
+    host = HostState()
+
+    def whole(name: str, tensor: Tensor) -> TensorDiff:
+        return TensorDiff(name, tensor.dtype, tensor.shape, True, [HostPiece(0, None, tensor.data)])
+
+    def change(name: str, tensor: Tensor) -> TensorDiff:
+        index = np.flatnonzero(before[name].data != tensor.data).astype(np.int32)
+        pieces = [HostPiece(0, index, tensor.data[index])] if index.size else []
+        return TensorDiff(name, tensor.dtype, tensor.shape, False, pieces)
+
+    base = prove(0, host.build(starmap(whole, before.items())).state)
+    snapshot = host.build(starmap(change, after.items()))
+    return base, prove(1, snapshot.state, known=base), snapshot.changed
+
+
 def measure_stages(options: argparse.Namespace) -> Iterator[StageRow]:
     """Yield every stage at each rate."""
     share_python()  # as a node
     repeats = 3 if options.quick else 9
-    with tempfile.TemporaryDirectory() as name, Encoders(1) as single, Encoders(2) as double:
+    with tempfile.TemporaryDirectory() as name:
         state = random_policy(Path(name), options.stages)
         for rate in STAGE_RATES[-1:] if options.quick else STAGE_RATES:
-            before, after = adam_step(state, rate, np.random.default_rng(0))
-            changed = {
-                key: positions
-                for key, tensor in before.items()
-                for positions in (np.flatnonzero(tensor.data != after[key].data),)
-                if positions.size
-            }
-            base = prove(0, before)
-            unchanged = {key: before[key] for key in before.keys() - changed.keys()}
-            new = prove(1, {**after, **unchanged}, known=base)
-            count = sum(positions.size for positions in changed.values())
-            share = 2 * count / state_bytes(before)
+            base, new, changed = step_of(*adam_step(state, rate, np.random.default_rng(0)))
+            count = sum(positions.size for positions in changed.values() if positions is not None)
+            share = 2 * count / state_bytes(base.state)
             for stage, call in stages_of(base, new, changed, Path(name)).items():
-                spent: list[float] = []
-                for threads, encoders, beside in ((1, single, 0), (2, double, 0), (2, double, 1)):
-                    speeds: list[float] = []
-                    seconds: list[float] = []
-                    result = call(threads, encoders)  # warms up
-                    for _ in range(repeats):
-                        with Busy() as undisturbed:
-                            time.sleep(0.02)
-                        with Busy() if beside else nullcontext() as busy:
-                            began = time.perf_counter()
-                            result = call(threads, encoders)
-                            seconds.append(time.perf_counter() - began)
-                        if busy is not None:
-                            speeds.append(busy.speed / undisturbed.speed)
-                    del result
-                    spent.append(min(seconds))
-                yield StageRow(rate, share, stage, *spent, median(speeds))  # pyright: ignore
+                alone, _ = measure_stage(call, 1, False, repeats)
+                threads, _ = measure_stage(call, 2, False, repeats)
+                beside, left = measure_stage(call, 2, True, repeats)
+                walls = (alone.wall, threads.wall, beside.wall)
+                yield StageRow(rate, share, stage, alone.cpu, *walls, left)
+
+
+def measure_stage(call: Stage, threads: int, busy: bool, repeats: int) -> tuple[Spent, float]:
+    """Return the least time of some calls, and the share of its speed that is left to a `busy` thread."""
+    result = call(threads)  # warms up
+    spent: list[Spent] = []
+    speeds: list[float] = []
+    for _ in range(repeats):
+        with Busy() as undisturbed:
+            time.sleep(0.02)
+        with Busy() if busy else nullcontext() as beside:
+            result, least = best(lambda: call(threads), 1)
+            spent.append(least)
+        if beside is not None:
+            speeds.append(beside.speed / undisturbed.speed)
+    del result
+    least = Spent(min(each.wall for each in spent), min(each.cpu for each in spent))
+    return least, median(speeds) if speeds else 1.0
 
 
 def run_stages(options: argparse.Namespace) -> int:
@@ -735,11 +750,12 @@ def run_stages(options: argparse.Namespace) -> int:
     for row in measure_stages(options):
         if not rows or rows[-1].rate != row.rate:
             print(f"\n{options.stages}, lr {row.rate:g}: {row.changed:.1%} changed")
-            print(f"{'s':30}{'1 thread':>12}{'2 threads':>12}{'beside':>12}{'left to it':>12}")
+            titles = ("CPU", "1 thread", "2 threads", "beside", "left to it")
+            print(f"{'s':30}" + "".join(f"{title:>12}" for title in titles))
         rows.append(row)
+        seconds = (row.cpu_s, row.alone_s, row.threads_s, row.beside_s)
         print(
-            f"{row.stage:30}{row.alone_s:12.3f}{row.threads_s:12.3f}{row.beside_s:12.3f}"
-            f"{row.left:12.0%}",
+            f"{row.stage:30}{''.join(f'{each:12.3f}' for each in seconds)}{row.left:12.0%}",
             flush=True,
         )
     last = [row for row in rows if row.rate == rows[-1].rate]
@@ -753,6 +769,43 @@ def run_stages(options: argparse.Namespace) -> int:
         for side, goal in (("trainer", ANNOUNCED_S), ("worker", LOADED_S))
     ]
     return conclude([asdict(row) for row in rows], goals, options.json)
+
+
+def compare_stages(options: argparse.Namespace) -> int:
+    """Measure the stages of a commit and of this tree in turns; print the least of each and their ratio."""
+    times: dict[tuple[str, float, str], dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        trees = {"before": unpack(options.before, Path(name)), "now": unpack("", Path(name))}
+        for tree, folder in [*trees.items()] * 2:
+            for row in stages_in(folder, options):
+                least = times.setdefault((tree, row["rate"], row["stage"]), {})
+                for field in TIMES & row.keys():
+                    least[field] = min(row[field], least.get(field, math.inf))
+    print(f"{'s, before and now':40}" + "".join(f"{field:>26}" for field in sorted(TIMES)))
+    for (tree, rate, stage), now in times.items():
+        if tree == "now" and (before := times.get(("before", rate, stage))):
+            ratios = (
+                f"{before[field]:.3f} {now[field]:.3f} {before[field] / now[field]:.2f}x"
+                if field in before
+                else ""
+                for field in sorted(TIMES)
+            )
+            print(f"{f'{stage}, lr {rate:g}':40}" + "".join(f"{each:>26}" for each in ratios))
+    return 0
+
+
+def stages_in(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the stages with the code in `folder`; return the rows."""
+    package = folder / "build/primerl"
+    if not package.exists():
+        package.parent.mkdir(exist_ok=True)
+        package.symlink_to("..")
+    report = folder / "stages.json"
+    command = [sys.executable, str(folder / "scripts/bench/codec.py"), "--json", str(report)]
+    command += ["--stages", options.stages, *(["--quick"] if options.quick else [])]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "build")}
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+    return json.loads(report.read_text())["rows"]
 
 
 def pairs(options: argparse.Namespace) -> Iterator[Pair]:
@@ -772,18 +825,20 @@ def main() -> int:
     parser.add_argument(
         "--stages", choices=sorted(SHAPES), help="measure the stages of a version of this shape"
     )
+    parser.add_argument(
+        "--before", default="", metavar="COMMIT", help="with --stages: compare with this commit"
+    )
     options = parser.parse_args()
     if options.stages:
-        return run_stages(options)
+        return compare_stages(options) if options.before else run_stages(options)
     options.repeats = 1 if options.quick else 3
     rows: list[Row] = []
-    with Encoders(options.threads) as options.encoders:
-        for pair in pairs(options):
-            base, new = prove(0, pair.base), prove(1, pair.new)
-            bound = measure_bound(pair)
-            for form in (ours(options.encoders), ANCHOR, FULL, XOR, SPARSE):
-                rows.append(run(pair, base, new, form, bound, options))
-            show(rows[-5:])
+    for pair in pairs(options):
+        base, new = prove(0, pair.base), prove(1, pair.new)
+        bound = measure_bound(pair)
+        for form in (OURS, ANCHOR, FULL, XOR, SPARSE):
+            rows.append(run(pair, base, new, form, bound, options))
+        show(rows[-5:])
     return conclude([asdict(row) for row in rows], judge(rows, options.threads), options.json)
 
 

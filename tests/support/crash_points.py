@@ -470,7 +470,8 @@ def unnamed(noted: Promises, steps: Mapping[int, Sequence[str]]) -> list[str]:
     faults: list[str] = []
     for version, verified_up_to, used, buffered in noted["commit"]:
         trained = {name for step in steps if step <= version for name in steps[step]}
-        contained = {arrivals[name] for name in trained | set(buffered)}
+        # a process that ended between the ledger's commit and our note of it promised nothing
+        contained = {arrivals[name] for name in trained | set(buffered) if name in arrivals}
         faults += promises.unnamed(version, verified_up_to, used, contained)
     return faults
 

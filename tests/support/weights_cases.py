@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.adapters import PREFIX, A, B, narrow
-from primerl.node.weights.blocks import SPARSE, decode_block, decode_changes, move
+from primerl.node.weights.blocks import SPARSE, decode_block, move
 from primerl.node.weights.codec import CODEC, apply_delta
 from primerl.node.weights.payload import Payload
+from primerl.node.weights.sparse import decode_changes
 from primerl.node.weights.state import BITS, State, Tensor, digests, numel, state_digest
 from primerl.protocol.manifests import (
     AdapterContract,

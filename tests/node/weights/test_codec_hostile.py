@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from support import weights_cases as cases
 
 from primerl.crypto.hashing import digest
-from primerl.node.weights import blocks
+from primerl.node.weights import blocks, sparse, streams
 from primerl.node.weights.codec import decode_full, encode_delta, encode_full
 from primerl.node.weights.payload import framed
 from primerl.node.weights.state import CodecError, State
@@ -88,16 +88,37 @@ def test_full_state_cannot_refer_to_a_base() -> None:
             decode_full(hostile, cases.infos(state))
 
 
-def refuse_sparse(writer: blocks.StreamWriter, why: str) -> None:
+class Body:
+    """The body of a block, part by part."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def number(self, value: int) -> None:
+        self._parts.append(streams.varint(value))
+
+    def bits(self, ones: NDArray[np.bool_]) -> None:
+        self._parts.append(np.packbits(ones).tobytes())
+
+    def stream(self, values: NDArray[np.uint8]) -> None:
+        self._parts.append(streams.coded_stream(values))
+
+    def positions(self, index: NDArray[np.int64], size: int) -> None:
+        self._parts += sparse.code_positions(index, np.array([index.size]), [size])
+
+    def finish(self) -> bytes:
+        return b"".join(self._parts)
+
+
+def refuse_sparse(writer: Body, why: str) -> None:
     """The body in `writer` is refused for a block of 1000 elements."""
     hostile = (memoryview(writer.finish()), slice(0, 1000))
     with pytest.raises(CodecError, match=why):
-        blocks.decode_changes([hostile], WORD)
-    method, body = blocks.encode_changes(blocks.Changes(np.array([2]), np.ones(1, WORD)), 9)
-    assert method == blocks.SPARSE
+        sparse.decode_changes([hostile], WORD)
+    (body,) = sparse.encode_sparse(sparse.Changes(np.array([2]), np.ones(1, WORD)), [1], [9])
     sound = (memoryview(body), slice(0, 9))
     with pytest.raises(CodecError):
-        blocks.decode_changes([sound, hostile, sound], WORD)
+        sparse.decode_changes([sound, hostile, sound], WORD)
 
 
 def flags(*ones: int, size: int = 0) -> NDArray[np.bool_]:
@@ -106,8 +127,8 @@ def flags(*ones: int, size: int = 0) -> NDArray[np.bool_]:
     return found
 
 
-def places(count: int, shift: int, low: list[int], ones: NDArray[np.bool_]) -> blocks.StreamWriter:
-    writer = blocks.StreamWriter()
+def places(count: int, shift: int, low: list[int], ones: NDArray[np.bool_]) -> Body:
+    writer = Body()
     writer.number(count)
     writer.number(shift)
     writer.bits(np.array(low, np.bool_))
@@ -119,7 +140,7 @@ def places(count: int, shift: int, low: list[int], ones: NDArray[np.bool_]) -> b
     return writer
 
 
-def with_small_moves(writer: blocks.StreamWriter, count: int) -> blocks.StreamWriter:
+def with_small_moves(writer: Body, count: int) -> Body:
     """Append `count` moves of one up."""
     writer.bits(np.zeros(count, np.bool_))
     writer.number(0)
@@ -148,12 +169,12 @@ def test_positions_outside_the_block_are_refused(
 
 
 def test_sparse_block_must_change_something() -> None:
-    writer = blocks.StreamWriter()
+    writer = Body()
     writer.number(0)
     refuse_sparse(writer, "without a change")
     nowhere = places(2, 0, [], flags(7, 8))  # 1 << 15 of magnitude wraps to no move at all
     nowhere.bits(np.zeros(2, np.bool_))
-    blocks.write_positions(nowhere, np.arange(2), 2)
+    nowhere.positions(np.arange(2), 2)
     more = np.ones(2 * 15, np.bool_)
     more[-2:] = False
     nowhere.number(more.size)
@@ -162,11 +183,11 @@ def test_sparse_block_must_change_something() -> None:
     refuse_sparse(nowhere, "does not move")
 
 
-def far_moves(count: int, levels: list[NDArray[np.bool_]], low: int) -> blocks.StreamWriter:
+def far_moves(count: int, levels: list[NDArray[np.bool_]], low: int) -> Body:
     """Of `count` moves all are above 2, with these levels of bits that say whether there are more."""
     writer = places(count, 0, [], flags(*range(count)))
     writer.bits(np.zeros(count, np.bool_))
-    blocks.write_positions(writer, np.arange(count), count)
+    writer.positions(np.arange(count), count)
     more = np.concatenate(levels)
     writer.number(more.size)
     writer.bits(more)
@@ -229,7 +250,7 @@ def peak_of_refusal(payload: bytes, info: list[TensorInfo]) -> int:
 
 
 def raw_block(stream: bytes) -> bytes:
-    return bytes([blocks.RAW]) + blocks.varint(len(stream)) + stream
+    return bytes([blocks.RAW]) + streams.varint(len(stream)) + stream
 
 
 def test_bombs_are_refused_before_they_unfold() -> None:
@@ -238,13 +259,13 @@ def test_bombs_are_refused_before_they_unfold() -> None:
     huge = bomb(1 << 28)
     for frame in (huge, bomb(1 << 28, announced=False), relabelled(huge, 100_000)):
         assert len(frame) < 100_000
-        block = raw_block(blocks.varint(len(frame)) + frame)
+        block = raw_block(streams.varint(len(frame)) + frame)
         assert peak_of_refusal(head + block, list(cases.infos(state))) < 1_500_000
 
 
 def test_frames_that_lie_about_themselves_are_refused() -> None:
     honest = bomb(5000)
-    assert blocks.inflate(memoryview(honest), 5000) == bytes(5000)
+    assert streams.inflate(memoryview(honest), 5000) == bytes(5000)
     long = bomb(2_000_000)
     wide = bytearray(long)
     wide[1] = (27 - 10) << 3  # the window descriptor: 128 MiB
@@ -261,25 +282,25 @@ def test_frames_that_lie_about_themselves_are_refused() -> None:
     ]
     for frame, size, why in lies:
         with pytest.raises(CodecError, match=why):
-            blocks.inflate(memoryview(frame), size)
+            streams.inflate(memoryview(frame), size)
 
 
 def test_huge_announced_lengths_allocate_nothing() -> None:
     state = {"w": cases.tensor("U8", (1000,), bytes(1000))}
     head, info = full(state)[:21], list(cases.infos(state))
-    for length in (b"\xff" * 4, b"\xff" * 9, blocks.varint(1 << 34), blocks.varint(3065)):
+    for length in (b"\xff" * 4, b"\xff" * 9, streams.varint(1 << 34), streams.varint(3065)):
         assert peak_of_refusal(head + bytes([blocks.RAW]) + length + bytes(9), info) < 100_000
         assert peak_of_refusal(head + raw_block(length + bytes(9)), info) < 100_000
 
 
 def test_numbers_must_end_and_fit() -> None:
     for value in (0, 1, 127, 128, 300, 1 << 20):
-        assert blocks.StreamReader(blocks.varint(value)).number(1 << 20, "things") == value
-    for body in (blocks.varint(301), blocks.varint(1 << 60), b"\x80" * 9, b"\xff" * 9):
+        assert streams.StreamReader(streams.varint(value)).number(1 << 20, "things") == value
+    for body in (streams.varint(301), streams.varint(1 << 60), b"\x80" * 9, b"\xff" * 9):
         with pytest.raises(CodecError, match="at most 300"):
-            blocks.StreamReader(body).number(300, "things")
+            streams.StreamReader(body).number(300, "things")
     with pytest.raises(CodecError, match="ends inside"):
-        blocks.StreamReader(b"\x80").number(300, "things")
+        streams.StreamReader(b"\x80").number(300, "things")
 
 
 def test_a_manifest_of_a_terabyte_costs_nothing_without_the_bytes() -> None:
@@ -287,12 +308,12 @@ def test_a_manifest_of_a_terabyte_costs_nothing_without_the_bytes() -> None:
     layout = msgspec.msgpack.encode([("w", "U8", (1 << 40,))])
     header = b"PRLW\0" + digest(layout)[:16]
     assert header == full({"w": cases.bf16(1)})[:5] + header[5:]
-    assert peak_of_refusal(header + 50 * raw_block(bytes([blocks.ZEROS])), info) < 100_000
+    assert peak_of_refusal(header + 50 * raw_block(bytes([streams.ZEROS])), info) < 100_000
 
 
 def test_stream_longer_than_its_plane_is_refused() -> None:
     with pytest.raises(CodecError, match="coded bytes of a stream of 10"):
-        blocks.StreamReader(blocks.varint(11) + bytes(11)).stream(10)
+        streams.StreamReader(streams.varint(11) + bytes(11)).stream(10)
     assert blocks.MAX_STREAM == blocks.BLOCK
 
 
