@@ -75,6 +75,7 @@ from ..verification.envelope import NoiseEnvelope, Reader
 from ..verification.local_audits import LocalAudits, RoutedAuditor
 from ..verification.self_calibration import SelfCalibration
 from ..verification.verifier import Readings, Verifier
+from ..weights.encoders import Encoders
 from . import rundir
 from .factories import Factories, auditing, sandboxed
 from .issuing_node import IssuingNode
@@ -324,6 +325,7 @@ class TrainerNode(IssuingNode):
         self._mixed: MixedReader | None = None
         self._hints: Hints | None = None
         self._teachers: Sequence[Teacher] = ()
+        self._encoders = Encoders()
         self._hand_over = HandOver(lambda: [])
         self._others: OtherLeaders | None = None
         self._backend = self._factories.backend(config)
@@ -408,6 +410,7 @@ class TrainerNode(IssuingNode):
         monitor = await asyncio.to_thread(WandbMonitor.of_run, self._config, group=group)
         metrics = MetricsLog(self._config.run_dir / "metrics.jsonl", monitor)
         async with AsyncExitStack() as cleanup:
+            cleanup.push_async_callback(asyncio.to_thread, self._encoders.close)
             cleanup.push_async_callback(self._close_backend)
             cleanup.push_async_callback(asyncio.to_thread, metrics.close)
             self._teachers = await self._open_teachers(model_dir, cleanup)
@@ -603,6 +606,7 @@ class TrainerNode(IssuingNode):
         publisher = Publisher(
             services,
             keep_states=held_versions(config.rollouts.max_off_policy_steps),
+            encoders=self._encoders,
         )
         curricula = {
             name: Curriculum(training, environment=name, seed=config.seed)

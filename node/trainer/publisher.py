@@ -32,10 +32,11 @@ from ..p2p.services import NodeServices
 from ..storage.chunk_store import read_chunk
 from ..training.backend import Snapshot
 from ..weights.chain import VersionChain
-from ..weights.codec import CODEC, encode_delta, encode_full
+from ..weights.codec import CODEC, encode_full
+from ..weights.encoders import Encoders
 from ..weights.payload import LARGEST_CHUNK, Offsets, cut, layout_of, ordered
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove, tensor_table
-from ..weights.state import Changed, State, WeightsError, memory_threads
+from ..weights.state import Changed, State, WeightsError
 from ..weights.state_history import StateHistory, state_bytes
 
 logger = logging.getLogger(__name__)
@@ -68,15 +69,20 @@ class Publisher:
         services: NodeServices,
         *,
         keep_states: int,
+        encoders: Encoders | None = None,
         limits: PublisherLimits = PublisherLimits(),
     ) -> None:
-        """`keep_states` newest states stay in memory for audits, the older ones as differences."""
+        """`keep_states` newest states stay in memory for audits, the older ones as differences.
+
+        Large deltas are coded by `encoders`, which the caller closes; without them by one thread.
+        """
         self._services = services
         self._book = services.heads
         self._store = services.store
         self._config = services.config.weights
         self._limits = limits
         self._keep_states = keep_states
+        self._encoders = encoders or Encoders(1)
         self._chain = VersionChain()
         self._policy: Policy = EMPTY
         self._epoch = 0
@@ -274,8 +280,7 @@ class Publisher:
         artifacts: list[Artifact] = []
         previous = self._policy
         if previous.version == version - 1 and previous.version >= 0:
-            threads = memory_threads()
-            payload = encode_delta(previous.state, state, threads=threads, changed=changed)
+            payload = self._encoders.encode_delta(previous.state, state, changed)
             artifacts.append(
                 self._artifact("delta", state, payload, previous.version, previous.digest)
             )

@@ -9,7 +9,7 @@ A move is counted in an order in which neighbouring floats differ by one, so tha
 unit in the last place is a 1 or a 2. All arithmetic is on bits and wraps: lossless, and additive.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -170,17 +170,23 @@ def encode_raw(new: Bits) -> Coded:
 
 def encode_blocks(blocks: Sequence[Block]) -> list[Coded]:
     """Code blocks of one dtype; the bytes of each are the same whatever is coded with it."""
+    return encode_found(blocks, encode_changes)
+
+
+def encode_found(blocks: Sequence[Block], encode: "EncodeChanges") -> list[Coded]:
+    """Do encode_blocks() with `encode` in place of encode_changes()."""
     sizes = [block.new.size for block in blocks]
     dense: dict[int, Coded] = {}
     if all(block.hint is not None for block in blocks):
         changes, counts = find_known(blocks)
     else:
         changes, counts = _compare(blocks, dense)
-    coded = encode_changes(changes, counts, sizes)
+    coded = encode(changes, counts, sizes)
     for number, block in enumerate(blocks):
         method, body = coded[number] = dense.get(number, coded[number])
-        # moves fill their width, or the bits have little entropy
-        if len(body) * 2 > block.new.nbytes:
+        if (
+            len(body) * 2 > block.new.nbytes
+        ):  # moves fill their width, or the bits have little entropy
             raw = encode_raw(block.new)
             coded[number] = min((method, body), raw, key=lambda each: len(each[1]))
     return coded
@@ -230,6 +236,10 @@ def encode_changes(changes: Changes, counts: Sequence[int], sizes: Sequence[int]
     for number, body in zip(sparse, bodies, strict=True):
         coded[number] = SPARSE, body
     return coded
+
+
+EncodeChanges = Callable[[Changes, Sequence[int], Sequence[int]], list[Coded]]
+"""Does encode_changes()."""
 
 
 def encode_dense(moves: Bits) -> bytes:

@@ -19,6 +19,7 @@ from .blocks import (
     SKIP,
     SPARSE,
     Block,
+    Coded,
     decode_block,
     encode_blocks,
     encode_raw,
@@ -63,6 +64,8 @@ _idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
 
 Done = Callable[[str, Tensor], None]
 """Called with each tensor, and its name, once it is complete, in the thread that decoded it."""
+EncodeBlocks = Callable[[Sequence[Block]], list[Coded]]
+"""Does encode_blocks()."""
 RARELY = 32
 """Of elements that have to be compared one in so many is assumed to have changed."""
 NONE = np.empty(0, np.int64)
@@ -84,9 +87,14 @@ def encode_full(state: State, *, threads: int = 1) -> Iterator[bytes]:
 
 
 def encode_delta(
-    base: State, new: State, *, threads: int = 1, changed: Changed | None = None
+    base: State,
+    new: State,
+    *,
+    threads: int = 1,
+    changed: Changed | None = None,
+    encode: EncodeBlocks = encode_blocks,
 ) -> Iterator[bytes]:
-    """Encode the difference from `base` to `new`, block by block.
+    """Encode the difference from `base` to `new`, block by block, by `encode` for groups of blocks.
 
     With `changed` only those positions are compared: it must name every change, as sorted unique
     positions, and may name more; the bytes do not depend on it. Raises CodecError at once if the two
@@ -98,7 +106,7 @@ def encode_delta(
     blocks = (
         block for name, _, _ in layout for block in _blocks(name, base[name], new[name], changed)
     )
-    return _encode_delta(layout, blocks, threads)
+    return _encode_delta(layout, blocks, threads, encode)
 
 
 def decode_full(
@@ -133,7 +141,7 @@ def apply_delta(
 
 
 def _encode_delta(
-    layout: Sequence[Layout], blocks: Iterable[Block], threads: int
+    layout: Sequence[Layout], blocks: Iterable[Block], threads: int, encode: EncodeBlocks
 ) -> Iterator[bytes]:
     yield header(DELTA, layout)
     jobs = (
@@ -141,7 +149,7 @@ def _encode_delta(
         for _, alike in groupby(blocks, lambda block: block.dtype)
         for group in together(alike, _weigh_difference)
     )
-    for coded in ordered(encode_blocks, jobs, threads):
+    for coded in ordered(encode, jobs, threads):
         for method, body in coded:
             yield framed(method, body)
 

@@ -11,8 +11,7 @@ from support import weights_cases as cases
 
 from primerl.node.weights.blocks import BLOCK
 from primerl.node.weights.codec import LARGE, decode_full, encode_delta, encode_full
-from primerl.node.weights.state import Changed, State, Tensor
-from primerl.node.weights.state_history import Edit, StepChanges, join_edits
+from primerl.node.weights.state import State, Tensor
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 
@@ -100,60 +99,6 @@ def test_equal_states_give_equal_bytes_in_any_order_and_with_any_threads() -> No
     assert b"".join(encode_delta(base, new, threads=3)) == payload
     assert cases.same(cases.applied(base, payload, cases.infos(backwards), threads=3), new)
     assert b"".join(encode_full(new, threads=3)) == full(new)
-
-
-def mixed_step() -> tuple[State, State]:
-    """Tensors of several blocks, small ones, every density and method, and two dtypes in turns."""
-    rng = np.random.default_rng(5)
-    noise = [Tensor("F32", (6000,), rng.integers(0, 2**32, 6000, dtype="<u4")) for _ in range(2)]
-    base = {
-        "as it was": cases.like_a_model(9, 5000),
-        "dense": cases.like_a_model(1, 9000),
-        "empty": cases.tensor("BF16", (0,), b""),
-        "long": cases.like_a_model(2, 2 * BLOCK + 100),
-        "noise": noise[0],
-        "small": cases.like_a_model(4, 64),
-        "sparse": cases.like_a_model(3, 5000),
-        "steps": cases.tensor("I64", (), bytes(8)),
-    }
-    shares = {"dense": 0.9, "long": 0.02, "small": 0.5, "sparse": 0.01}
-    new = {name: cases.stepped(base[name], 6, share) for name, share in shares.items()}
-    count = cases.tensor("I64", (), b"\x01" + bytes(7))
-    return base, {**base, **new, "noise": noise[1], "steps": count}
-
-
-def test_known_places_and_bits_give_the_bytes_of_a_comparison() -> None:
-    base, new = mixed_step()
-    plain = b"".join(encode_delta(base, new))
-    places = {name: np.flatnonzero(t.data != new[name].data) for name, t in base.items()}
-    exact: Changed = {name: index for name, index in places.items() if index.size}
-    more: Changed = {**exact, "long": np.arange(base["long"].data.size), "small": None}
-    every: Changed = {name: np.arange(tensor.data.size) for name, tensor in base.items()}
-    for changed in (exact, more, every):
-        assert b"".join(encode_delta(base, new, changed=changed, threads=2)) == plain
-    edits = {
-        name: Edit(index, base[name].data[index], new[name].data[index])
-        for name, index in places.items()
-        if index.size and base[name].dtype == "BF16"
-    }
-    before, after = (
-        {name: tensor for name, tensor in state.items() if tensor.dtype == "BF16"}
-        for state in (base, new)
-    )
-    known = StepChanges(join_edits("BF16", edits))
-    assert b"".join(encode_delta(before, after, changed=known)) == b"".join(
-        encode_delta(before, after)
-    )
-
-
-def test_a_tensor_is_coded_as_if_it_were_alone() -> None:
-    base, new = mixed_step()
-    alone = [
-        part
-        for name in sorted(base)
-        for part in [*encode_delta({name: base[name]}, {name: new[name]})][1:]
-    ]
-    assert [*encode_delta(base, new)][1:] == alone
 
 
 def test_payload_may_arrive_in_pieces_of_any_size() -> None:

@@ -14,6 +14,7 @@ from support import weights_cases as cases
 from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.node.weights.chain import VersionChain
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
+from primerl.node.weights.encoders import Encoders
 from primerl.node.weights.payload import (
     CHUNK_SHARE,
     MIN_CHUNK,
@@ -224,10 +225,15 @@ def test_chunks_that_are_missing_or_too_short_are_refused() -> None:
 def test_every_way_to_make_a_delta_finds_the_same_places() -> None:
     layout = layout_of(V0)
     found: set[tuple[int, ...]] = set()
-    for payload in (encode_delta(V0, V1), encode_delta(V0, V1, threads=2)):
-        offsets = Offsets(layout)
-        assert b"".join(offsets.watch(payload)) == FIRST.payload
-        found.add(offsets.found)
+    with Encoders(2) as encoders:
+        for payload in (
+            encode_delta(V0, V1),
+            encode_delta(V0, V1, threads=2),
+            encoders.encode_delta(V0, V1),
+        ):
+            offsets = Offsets(layout)
+            assert b"".join(offsets.watch(payload)) == FIRST.payload
+            found.add(offsets.found)
     assert found == {FIRST.artifact.offsets}
 
 
