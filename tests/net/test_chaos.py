@@ -18,10 +18,12 @@ from support.real_swarm import (
     DISK_MB,
     HOME,
     NAMES,
+    RECOVERY_S,
     TRAINER,
     WORKERS,
     Cost,
     RealSwarm,
+    SmallMemory,
     clock_environment,
     fill_disk,
     resize_disk,
@@ -32,10 +34,6 @@ from primerl.scripts.bench.emulated_links import EmulatedStar, emulated_star
 from primerl.scripts.bench.swarm_links import Link, Unavailable
 
 pytestmark = pytest.mark.timeout(600)
-
-ROOM = 16 << 20
-"""Bytes that a process without memory may still have: without any, CPython waits for ever for a thread that
-could not begin (Thread.start), which only the watchdog of a service ends."""
 
 
 class World:
@@ -168,32 +166,46 @@ def test_a_node_that_stands_still_for_a_minute_goes_on(swarm: RealSwarm, role: s
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("role", ["worker", TRAINER])
-@pytest.mark.parametrize("kind", ["files", "memory"])
-def test_a_node_that_gets_no_more_of_a_resource_says_so_and_goes_on(
-    swarm: RealSwarm, role: str, kind: str
+def test_a_node_that_may_open_no_further_file_says_so_and_goes_on(
+    swarm: RealSwarm, role: str
 ) -> None:
     name = swarm.choose(role)
     began = time.time()
-    with swarm.fault(f"no more {kind}, 20 s, {role}", Cost(1, 90, 60, 400), *hit_by(name)):
-        process = swarm.process(name)
-        with limited(process, kind):
+    with swarm.fault(f"no more files, 20 s, {role}", Cost(1, 90, 60, 400), *hit_by(name)):
+        with no_further_file(swarm.process(name)):
             time.sleep(20.0)
         swarm.wait_running(name)
-    assert swarm.words(name, began)
+    assert any("Too many open files" in line for line in swarm.words(name, began))
 
 
 @contextmanager
-def limited(process: psutil.Process, kind: str) -> Generator[None]:
-    """Give a process no further file, or little further address space, while the block lasts."""
-    resource = psutil.RLIMIT_NOFILE if kind == "files" else psutil.RLIMIT_AS
-    most = process.num_fds() if kind == "files" else process.memory_info().vms + ROOM
-    soft, hard = process.rlimit(resource)
-    process.rlimit(resource, (most, hard))
+def no_further_file(process: psutil.Process) -> Generator[None]:
+    """Give a process no further file while the block lasts."""
+    soft, hard = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds(), hard))
     try:
         yield
     finally:
         with suppress(psutil.NoSuchProcess):  # it may have ended for it
-            process.rlimit(resource, (soft, hard))
+            process.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("role", ["worker", TRAINER])
+def test_a_node_that_gets_no_memory_says_so_and_goes_on(swarm: RealSwarm, role: str) -> None:
+    name = swarm.choose(role)
+    memory = SmallMemory(swarm.directory / name)
+    swarm.restart(name, **memory.environment)
+    swarm.wait_work(*hit_by(name))
+    began = time.time()
+    with swarm.fault(f"no memory, 20 s, {role}", Cost(1, 90, 60, 400), *hit_by(name)):
+        with memory.limited(swarm.process(name)):
+            swarm.wait(lambda: memory.refused > 0, RECOVERY_S, f"refusal of memory to {name}")
+            time.sleep(20.0)
+        print(memory.refused, "pieces of memory refused")
+        swarm.wait_running(name)
+    log = (swarm.directory / f"{name}.log").read_text()[swarm.begun[name] :]
+    assert "memory" in log or any("memory" in line.lower() for line in swarm.words(name, began))
 
 
 # -- disks and clocks ------------------------------------------------------------------------------
