@@ -15,13 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 from support.real_swarm import (
+    ALL_OUT,
     DISK_MB,
     HOME,
     NAMES,
     RECOVERY_S,
     TRAINER,
     WORKERS,
-    Cost,
+    Limit,
     RealSwarm,
     SmallMemory,
     clock_environment,
@@ -33,7 +34,7 @@ from support.real_swarm import (
 from primerl.scripts.bench.emulated_links import EmulatedStar, emulated_star
 from primerl.scripts.bench.swarm_links import Link, Unavailable
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 class World:
@@ -94,7 +95,7 @@ def swarm(world: World) -> RealSwarm:
 def test_a_bad_line_of_all_slows_the_run_and_does_not_stop_it(
     swarm: RealSwarm, name: str, line: Link
 ) -> None:
-    with swarm.fault(name, Cost(0, 60, 60, 400)):
+    with swarm.fault(name, Limit(0, 0, 10, 10, ALL_OUT)):
         for index in range(len(NAMES)):
             swarm.network.set_link(index, line)
         swarm.wait_work(*WORKERS)
@@ -104,7 +105,7 @@ def test_a_bad_line_of_all_slows_the_run_and_does_not_stop_it(
 
 @pytest.mark.nightly
 def test_a_partition_of_a_minute_stops_the_run_and_both_sides_say_why(swarm: RealSwarm) -> None:
-    with swarm.fault("partition, 60 s", Cost(0, 120, 60, 400)):
+    with swarm.fault("partition, 60 s", Limit(0, 60, 10, 15, ALL_OUT)):
         swarm.network.isolate(NAMES.index(TRAINER))
         time.sleep(45.0)
         for name in (TRAINER, *WORKERS):
@@ -116,7 +117,7 @@ def test_a_partition_of_a_minute_stops_the_run_and_both_sides_say_why(swarm: Rea
 @pytest.mark.nightly
 def test_a_worker_whose_packets_vanish_costs_the_others_nothing(swarm: RealSwarm) -> None:
     name = swarm.choose("worker")
-    with swarm.fault("half-open, 20 s", Cost(0, 30, 120, 400), name):
+    with swarm.fault("half-open, 20 s", Limit(0, 20, 5, 15, 2 * ALL_OUT), name):
         swarm.network.isolate(NAMES.index(name))
         time.sleep(20.0)
         swarm.network.heal()
@@ -127,7 +128,7 @@ def test_a_worker_whose_packets_vanish_costs_the_others_nothing(swarm: RealSwarm
 def test_a_worker_whose_packets_vanish_one_way_comes_back(swarm: RealSwarm, way: str) -> None:
     name = swarm.choose("worker")
     ends = (NAMES.index(name), NAMES.index(TRAINER))
-    with swarm.fault(f"half-open {way}, 20 s", Cost(0, 30, 120, 400), name):
+    with swarm.fault(f"half-open {way}, 20 s", Limit(0, 20, 5, 15, 2 * ALL_OUT), name):
         swarm.network.cut(*(ends if way == "to the trainer" else reversed(ends)))
         time.sleep(20.0)
         swarm.network.heal()
@@ -136,7 +137,7 @@ def test_a_worker_whose_packets_vanish_one_way_comes_back(swarm: RealSwarm, way:
 @pytest.mark.nightly
 def test_a_worker_that_changes_its_address_keeps_its_place(swarm: RealSwarm) -> None:
     name = swarm.choose("worker")
-    with swarm.fault("change of address", Cost(0, 30, 120, 400), name):
+    with swarm.fault("change of address", Limit(0, 10, 5, 15, ALL_OUT), name):
         swarm.move(name)
 
 
@@ -147,7 +148,7 @@ def test_a_worker_that_changes_its_address_keeps_its_place(swarm: RealSwarm) -> 
 @pytest.mark.parametrize("role", ["worker", TRAINER])
 def test_a_node_that_is_killed_alone_goes_on(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
-    limit = Cost(1, 60, 60, 200) if name == TRAINER else Cost(0, 30, 60, 200)
+    limit = Limit(1, 0, 15, 15, ALL_OUT) if name == TRAINER else Limit(0, 0, 8, 20, ALL_OUT)
     with swarm.fault(f"kill -9, {role}", limit, *hit_by(name)):
         time.sleep(random.random() * 2.0)
         swarm.kill_alone(name)
@@ -157,7 +158,7 @@ def test_a_node_that_is_killed_alone_goes_on(swarm: RealSwarm, role: str) -> Non
 @pytest.mark.parametrize("role", ["worker", TRAINER])
 def test_a_node_that_stands_still_for_a_minute_goes_on(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
-    limit = Cost(0, 120, 60, 400) if name == TRAINER else Cost(0, 30, 60, 400)
+    limit = Limit(0, 60 * (name == TRAINER), 8, 15, 2 * ALL_OUT)
     with swarm.fault(f"SIGSTOP, 60 s, {role}", limit, *hit_by(name)):
         swarm.nodes[name].send(signal.SIGSTOP)
         time.sleep(60.0)
@@ -171,7 +172,9 @@ def test_a_node_that_may_open_no_further_file_says_so_and_goes_on(
 ) -> None:
     name = swarm.choose(role)
     began = time.time()
-    with swarm.fault(f"no more files, 20 s, {role}", Cost(1, 90, 60, 400), *hit_by(name)):
+    with swarm.fault(
+        f"no more files, 20 s, {role}", Limit(1, 20, 15, 15, 2 * ALL_OUT), *hit_by(name)
+    ):
         with no_further_file(swarm.process(name)):
             time.sleep(20.0)
         swarm.wait_running(name)
@@ -198,7 +201,7 @@ def test_a_node_that_gets_no_memory_says_so_and_goes_on(swarm: RealSwarm, role: 
     swarm.restart(name, **memory.environment)
     swarm.wait_work(*hit_by(name))
     began = time.time()
-    with swarm.fault(f"no memory, 20 s, {role}", Cost(1, 90, 60, 400), *hit_by(name)):
+    with swarm.fault(f"no memory, 20 s, {role}", Limit(1, 20, 15, 15, 2 * ALL_OUT), *hit_by(name)):
         with memory.limited(swarm.process(name)):
             swarm.wait(lambda: memory.refused > 0, RECOVERY_S, f"refusal of memory to {name}")
             time.sleep(20.0)
@@ -216,7 +219,7 @@ def test_a_node_that_gets_no_memory_says_so_and_goes_on(swarm: RealSwarm, role: 
 def test_a_full_disk_costs_what_does_not_fit_and_is_named(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
     place, began = swarm.directory / name, time.time()
-    with swarm.fault(f"full disk, 30 s, {role}", Cost(1, 120, 90, 400), *hit_by(name)):
+    with swarm.fault(f"full disk, 30 s, {role}", Limit(1, 30, 15, 20, 2 * ALL_OUT), *hit_by(name)):
         fill_disk(place)
         time.sleep(30.0)
         assert resize_disk(place, DISK_MB[name] * 1024)
@@ -229,7 +232,7 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_named(swarm: RealSwarm, role
 @pytest.mark.parametrize("role", ["worker", TRAINER])
 def test_a_slow_disk_slows_the_run_and_does_not_stop_it(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
-    with swarm.fault(f"slow disk, {role}", Cost(1, 120, 120, 400), *hit_by(name)):
+    with swarm.fault(f"slow disk, {role}", Limit(1, 0, 25, 25, 2 * ALL_OUT), *hit_by(name)):
         swarm.restart(name, **slow_disk(swarm.directory / name))
         swarm.wait_work(*WORKERS)
         swarm.restart(name)
@@ -243,7 +246,7 @@ def test_a_worker_with_a_wrong_clock_says_so_and_the_others_go_on(
     name = swarm.choose("worker")
     file = swarm.directory / name / "clock"
     file.write_text(offset)
-    with swarm.fault(f"clock {offset}, worker", Cost(0, 30, 120, 400), name):
+    with swarm.fault(f"clock {offset}, worker", Limit(0, 0, 8, 25, ALL_OUT), name):
         swarm.restart(name, **clock_environment(file))
         swarm.wait_log(name, "clock")
         swarm.restart(name)
@@ -257,7 +260,7 @@ def test_a_workers_clock_that_jumps_and_comes_back_costs_no_place(
     name = swarm.choose("worker")
     file = swarm.directory / name / "clock"
     file.write_text("+0")
-    with swarm.fault(f"clock jumps by {offset}, 20 s", Cost(0, 60, 120, 400), name):
+    with swarm.fault(f"clock jumps by {offset}, 20 s", Limit(0, 30, 8, 25, 2 * ALL_OUT), name):
         swarm.restart(name, **clock_environment(file))
         swarm.wait_work(name)
         file.write_text(offset)
@@ -273,7 +276,7 @@ def test_a_trainer_with_a_clock_behind_what_it_signed_says_so(
 ) -> None:
     file = swarm.directory / TRAINER / "clock"
     file.write_text(offset)
-    with swarm.fault(f"clock {offset}, trainer", Cost(1, 90, 60, 400)):
+    with swarm.fault(f"clock {offset}, trainer", Limit(1, 0, 25, 15, ALL_OUT)):
         swarm.restart(TRAINER, **clock_environment(file))
         swarm.wait_log(TRAINER, "clock")
         swarm.restart(TRAINER)
@@ -285,7 +288,7 @@ def test_a_trainer_with_a_clock_behind_what_it_signed_says_so(
 @pytest.mark.nightly
 @pytest.mark.parametrize(("attack", "keys"), [("drip", 2), ("idle", 48), ("requests", 8)])
 def test_a_hostile_peer_does_not_stop_the_run(swarm: RealSwarm, attack: str, keys: int) -> None:
-    with swarm.fault(f"{attack}, {keys} keys, 20 s", Cost(0, 30, 60, 400)):
+    with swarm.fault(f"{attack}, {keys} keys, 20 s", Limit(0, 0, 10, 10, 2 * ALL_OUT)):
         with swarm.attack(attack, keys) as attacker:
             try:
                 time.sleep(20.0)
