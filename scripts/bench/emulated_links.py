@@ -55,7 +55,7 @@ class Emulator:
 
     def __init__(self, files: Sequence[int], seed: int) -> None:
         self._wires = [Wire(Link(1.0, 1.0), file) for file in files]
-        self._owners = {Star(len(files)).address(index): index for index in range(len(files))}
+        self._addresses = [Star(len(files)).address(index) for index in range(len(files))]
         self._cut: set[tuple[int, int]] = set()
         self._late: list[tuple[float, int, int, bytes]] = []
         """(due, number, target, packet)."""
@@ -88,6 +88,8 @@ class Emulator:
                     self._wires[index].link = Link(**link)
                 case ["cut", int(source), int(target)]:
                     self._cut.add((source, target))
+                case ["place", int(index), str(address)]:
+                    self._addresses[index] = address
                 case _:
                     self._cut.clear()
         return bool(received)
@@ -104,10 +106,10 @@ class Emulator:
         if packet[0] >> 4 != 4:
             return  # IPv6 has no address here but those of the link
         sender, receiver = (".".join(map(str, packet[at : at + 4])) for at in (12, 16))
-        if sender.startswith(SUBNET):
-            self._owners[sender] = source  # as a switch learns it
-        if receiver in self._owners:
-            return self._send(source, self._owners[receiver], packet, now)
+        if sender != self._addresses[source]:
+            return  # a kernel that forwards sends back what comes for the address that its node had before
+        if receiver in self._addresses:
+            return self._send(source, self._addresses.index(receiver), packet, now)
         if packet[16] >= 224:  # multicast, and to all
             for target in range(len(self._wires)):
                 if target != source:
@@ -161,6 +163,12 @@ class EmulatedStar(Star):
         for other in range(self.size):
             self.cut(index, other)
             self.cut(other, index)
+
+    def place(self, index: int, address: str) -> None:
+        """Give a node another address."""
+        self._order("place", index, address)
+        for change in (("flush", "dev", "eth0"), ("add", f"{address}/24", "dev", "eth0")):
+            subprocess.run([*self.inside(index), "ip", "address", *change], check=True)
 
     def heal(self) -> None:
         """Drop nothing any more but what links lose."""

@@ -308,8 +308,8 @@ class RealSwarm:
             if node.runs:
                 node.send(signal.SIGKILL)
                 node.stop(5.0)
-        for index, name in enumerate(NAMES):
-            self._place(name, self.network.address(index))
+        for index in range(len(NAMES)):
+            self.network.place(index, self.network.address(index))
         self._disks.close()
 
     # -- what is known -------------------------------------------------------------------------
@@ -447,12 +447,7 @@ class RealSwarm:
     def move(self, name: str) -> None:
         """Give a node another address."""
         self._moves += 1
-        self._place(name, f"{SUBNET}.{len(NAMES) + self._moves}")
-
-    def _place(self, name: str, address: str) -> None:
-        for change in (("flush", "dev", "eth0"), ("add", f"{address}/24", "dev", "eth0")):
-            inside = self.network.inside(NAMES.index(name))
-            subprocess.run([*inside, "ip", "address", *change], check=True)
+        self.network.place(NAMES.index(name), f"{SUBNET}.{len(NAMES) + self._moves}")
 
     def says(self, name: str) -> str:
         """Return what a node says that it waits for, or warns of."""
