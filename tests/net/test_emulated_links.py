@@ -70,8 +70,10 @@ def emulated() -> Generator[Wires]:
 
 
 def test_a_node_is_reached_where_it_is_now_and_speaks_for_no_other() -> None:
-    """Found by nodes that moved: their kernel sent back what came for the old address, in its sender's name, and
-    what was for that sender went to them from then on."""
+    """Found by nodes that moved: their kernel sent back what came for the old address, in its sender's name.
+
+    What was for that sender went to them from then on.
+    """
     first, second, third = map(Star(NODES).address, range(NODES))
     forged = [packet(first, third), packet(second, first)]
     with emulated() as wires:
