@@ -118,7 +118,7 @@ def test_a_partition_of_a_minute_stops_the_run_and_both_sides_say_why(swarm: Rea
 @pytest.mark.nightly
 def test_a_worker_whose_packets_vanish_costs_the_others_nothing(swarm: RealSwarm) -> None:
     name = swarm.choose("worker")
-    with swarm.fault("half-open, 20 s", Limit(0, 20, 5, 15, 2 * ALL_OUT), name):
+    with swarm.fault("half-open, 20 s", Limit(0, 0, 5, 15, 2 * ALL_OUT), name):
         swarm.network.isolate(NAMES.index(name))
         time.sleep(20.0)
         swarm.network.heal()
@@ -129,7 +129,7 @@ def test_a_worker_whose_packets_vanish_costs_the_others_nothing(swarm: RealSwarm
 def test_a_worker_whose_packets_vanish_one_way_comes_back(swarm: RealSwarm, way: str) -> None:
     name = swarm.choose("worker")
     ends = (NAMES.index(name), NAMES.index(TRAINER))
-    with swarm.fault(f"half-open {way}, 20 s", Limit(0, 20, 5, 15, 2 * ALL_OUT), name):
+    with swarm.fault(f"half-open {way}, 20 s", Limit(0, 0, 5, 15, 2 * ALL_OUT), name):
         swarm.network.cut(*(ends if way == "to the trainer" else reversed(ends)))
         time.sleep(20.0)
         swarm.network.heal()
@@ -138,7 +138,7 @@ def test_a_worker_whose_packets_vanish_one_way_comes_back(swarm: RealSwarm, way:
 @pytest.mark.nightly
 def test_a_worker_that_changes_its_address_keeps_its_place(swarm: RealSwarm) -> None:
     name = swarm.choose("worker")
-    with swarm.fault("change of address", Limit(0, 10, 5, 15, ALL_OUT), name):
+    with swarm.fault("change of address", Limit(0, 0, 5, 15, ALL_OUT), name):
         swarm.move(name)
 
 
@@ -149,8 +149,8 @@ def test_a_worker_that_changes_its_address_keeps_its_place(swarm: RealSwarm) -> 
 @pytest.mark.parametrize("role", ["worker", TRAINER])
 def test_a_node_that_is_killed_alone_goes_on(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
-    limit = Limit(1, 0, 15, 15, ALL_OUT) if name == TRAINER else Limit(0, 0, 8, 20, ALL_OUT)
-    with swarm.fault(f"kill -9, {role}", limit, *hit_by(name)):
+    limits = {TRAINER: Limit(1, 0, 15, 15, ALL_OUT), "worker": Limit(0, 0, 8, 20, ALL_OUT, False)}
+    with swarm.fault(f"kill -9, {role}", limits[role], *hit_by(name)):
         time.sleep(random.random() * 2.0)
         swarm.kill_alone(name)
 
@@ -246,7 +246,7 @@ def test_a_worker_with_a_wrong_clock_says_so_and_the_others_go_on(
     name = swarm.choose("worker")
     file = swarm.directory / name / "clock"
     file.write_text(offset)
-    with swarm.fault(f"clock {offset}, worker", Limit(0, 0, 8, 25, ALL_OUT), name):
+    with swarm.fault(f"clock {offset}, worker", Limit(0, 0, 8, 25, ALL_OUT, False), name):
         swarm.restart(name, **clock_environment(file))
         swarm.wait_log(name, "clock")
         swarm.restart(name)
@@ -260,7 +260,7 @@ def test_a_workers_clock_that_jumps_and_comes_back_costs_no_place(
     name = swarm.choose("worker")
     file = swarm.directory / name / "clock"
     file.write_text("+0")
-    with swarm.fault(f"clock jumps by {offset}, 20 s", Limit(0, 30, 8, 25, 2 * ALL_OUT), name):
+    with swarm.fault(f"clock jumps by {offset}, 20 s", Limit(0, 0, 8, 25, 2 * ALL_OUT), name):
         swarm.restart(name, **clock_environment(file))
         swarm.wait_work(name)
         file.write_text(offset)
@@ -288,7 +288,7 @@ def test_a_trainer_with_a_clock_behind_what_it_signed_says_so(
 @pytest.mark.nightly
 @pytest.mark.parametrize(("attack", "keys"), [("drip", 2), ("idle", 48), ("requests", 8)])
 def test_a_hostile_peer_does_not_stop_the_run(swarm: RealSwarm, attack: str, keys: int) -> None:
-    with swarm.fault(f"{attack}, {keys} keys, 20 s", Limit(0, 0, 10, 10, 2 * ALL_OUT)):
+    with swarm.fault(f"{attack}, {keys} keys, 20 s", Limit(0, 0, 10, 10, 2 * ALL_OUT, False)):
         with swarm.attack(attack, keys) as attacker:
             try:
                 time.sleep(20.0)

@@ -42,7 +42,7 @@ class HeldEngine(WitnessEngine):
         await super().start(model_dir, fingerprint=fingerprint)
 
 
-async def tell(worker: Running, command: str, **arguments: object) -> dict[str, Any]:
+async def tell(worker: Running, command: str, **arguments: Any) -> dict[str, Any]:
     """Do as `primerl-node` COMMAND."""
     return await asyncio.to_thread(control.ask, worker.data_dir, command, **arguments)
 

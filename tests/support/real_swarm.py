@@ -58,6 +58,9 @@ FILLING = 100
 RESTART_S = 2.0
 BATCH = 128
 """Rollouts of a step: 16 groups of 8."""
+RECONNECT_S = 30.0
+"""Longest time until nodes know that a connection is dead and have another: 12 s of silence, looked for every
+3 s; 10 s for a try that begins before the line is whole; 4 s until the next."""
 ALL_OUT = 3
 """Batches that may be leased or wait at once: max_off_policy_steps + 1, see LeadTime."""
 REFUSED = re.compile(r"lease (\d+) was refused")
@@ -94,13 +97,16 @@ class Limit:
     """As in Cost, for threads that have a core each."""
     batches: int
     """Batches of rollouts: ALL_OUT where all that is out may become stale once, twice that if at both ends."""
+    reconnects: bool = True
+    """Whether connections may be lost, so that RECONNECT_S passes on any machine."""
 
     def exceeded(self, cost: Cost, crowd: float) -> list[str]:
         """Name what is above a limit."""
+        wait_s = RECONNECT_S * self.reconnects
         most = Cost(
             self.steps,
-            self.stop_s + self.pause_s * crowd,
-            self.back_s * crowd,
+            self.stop_s + wait_s + self.pause_s * crowd,
+            wait_s + self.back_s * crowd,
             self.batches * BATCH,
         )
         allowed = asdict(most)
