@@ -72,6 +72,8 @@ class Cost:
 
     steps: int
     """Steps that are trained again."""
+    ends: int
+    """Ends of the trainer's process."""
     pause_s: float
     """Longest time without a new version, from the beginning of the fault until its end is overcome."""
     back_s: float
@@ -89,6 +91,7 @@ class Limit:
     """
 
     steps: int
+    """Steps that are trained again for each end of the trainer."""
     stop_s: float
     """Part of the longest time without a new version that the fault itself takes, on any machine."""
     pause_s: float
@@ -104,7 +107,8 @@ class Limit:
         """Name what is above a limit."""
         wait_s = RECONNECT_S * self.reconnects
         most = Cost(
-            self.steps,
+            self.steps * cost.ends,
+            cost.ends,
             self.stop_s + wait_s + self.pause_s * crowd,
             wait_s + self.back_s * crowd,
             self.batches * BATCH,
@@ -375,13 +379,14 @@ class RealSwarm:
     def fault(self, name: str, limit: Limit, *hit: str) -> Generator[None]:
         """Play a fault that hits these workers; then wait until it is overcome, and judge."""
         self.sound = False
-        rejected, began = self.rejected(), time.time()
+        rejected, began, ends = self.rejected(), time.time(), len(self.nodes[TRAINER].exits)
         before = promises.marks(self.run_dir, [self.data(worker) for worker in WORKERS], began)
         self.watch.reset()
         yield
         back_s = self._recover(hit or WORKERS)
         lost = self.rejected() - rejected
-        cost = Cost(self.watch.again, self.watch.longest_s, back_s, lost.total())
+        ends = len(self.nodes[TRAINER].exits) - ends
+        cost = Cost(self.watch.again, ends, self.watch.longest_s, back_s, lost.total())
         crowd = self.watch.crowd
         faults = self.broken(before)
         print(f"\ncost: {json.dumps([name, asdict(limit), asdict(cost), crowd, lost])}")
