@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 from support.real_swarm import (
-    ALL_OUT,
     DISK_MB,
     HOME,
     LOOK_S,
@@ -100,7 +99,7 @@ def swarm(world: World) -> RealSwarm:
 def test_a_bad_line_of_all_slows_the_run_and_does_not_stop_it(
     swarm: RealSwarm, name: str, line: Link
 ) -> None:
-    with swarm.fault(name, Limit(0, 0, 10, 10, ALL_OUT)):
+    with swarm.fault(name, Limit(0, 0, 10, 10)):
         for index in range(len(NAMES)):
             swarm.network.set_link(index, line)
         swarm.wait_work(*WORKERS)
@@ -110,7 +109,7 @@ def test_a_bad_line_of_all_slows_the_run_and_does_not_stop_it(
 
 @pytest.mark.nightly
 def test_a_partition_of_a_minute_stops_the_run_and_both_sides_say_why(swarm: RealSwarm) -> None:
-    with swarm.fault("partition, 60 s", Limit(0, 60, 10, 15, ALL_OUT)):
+    with swarm.fault("partition, 60 s", Limit(0, 60, 10, 15)):
         swarm.network.isolate(NAMES.index(TRAINER))
         time.sleep(45.0)
         for name in (TRAINER, *WORKERS):
@@ -122,7 +121,7 @@ def test_a_partition_of_a_minute_stops_the_run_and_both_sides_say_why(swarm: Rea
 @pytest.mark.nightly
 def test_a_worker_whose_packets_vanish_costs_the_others_nothing(swarm: RealSwarm) -> None:
     name = swarm.choose("worker")
-    with swarm.fault("half-open, 20 s", Limit(0, 0, 5, 15, 2 * ALL_OUT), name):
+    with swarm.fault("half-open, 20 s", Limit(0, 0, 5, 15), name):
         swarm.network.isolate(NAMES.index(name))
         time.sleep(20.0)
         swarm.network.heal()
@@ -133,7 +132,7 @@ def test_a_worker_whose_packets_vanish_costs_the_others_nothing(swarm: RealSwarm
 def test_a_worker_whose_packets_vanish_one_way_comes_back(swarm: RealSwarm, way: str) -> None:
     name = swarm.choose("worker")
     ends = (NAMES.index(name), NAMES.index(TRAINER))
-    with swarm.fault(f"half-open {way}, 20 s", Limit(0, 0, 5, 15, 2 * ALL_OUT), name):
+    with swarm.fault(f"half-open {way}, 20 s", Limit(0, 0, 5, 15), name):
         swarm.network.cut(*(ends if way == "to the trainer" else reversed(ends)))
         time.sleep(20.0)
         swarm.network.heal()
@@ -142,7 +141,7 @@ def test_a_worker_whose_packets_vanish_one_way_comes_back(swarm: RealSwarm, way:
 @pytest.mark.nightly
 def test_a_worker_that_changes_its_address_keeps_its_place(swarm: RealSwarm) -> None:
     name = swarm.choose("worker")
-    with swarm.fault("change of address", Limit(0, 0, 5, 15, ALL_OUT), name):
+    with swarm.fault("change of address", Limit(0, 0, 5, 15), name):
         swarm.move(name)
 
 
@@ -153,7 +152,7 @@ def test_a_worker_that_changes_its_address_keeps_its_place(swarm: RealSwarm) -> 
 @pytest.mark.parametrize("role", ["worker", TRAINER])
 def test_a_node_that_is_killed_alone_goes_on(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
-    limits = {TRAINER: Limit(1, 0, 15, 15, ALL_OUT), "worker": Limit(0, 0, 8, 20, ALL_OUT, False)}
+    limits = {TRAINER: Limit(1, 0, 15, 15), "worker": Limit(0, 0, 8, 20)}
     with swarm.fault(f"kill -9, {role}", limits[role], *hit_by(name)):
         time.sleep(random.random() * 2.0)
         swarm.kill_alone(name)
@@ -163,7 +162,7 @@ def test_a_node_that_is_killed_alone_goes_on(swarm: RealSwarm, role: str) -> Non
 @pytest.mark.parametrize("role", ["worker", TRAINER])
 def test_a_node_that_stands_still_for_a_minute_goes_on(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
-    limit = Limit(0, 60 * (name == TRAINER), 8, 15, 2 * ALL_OUT)
+    limit = Limit(0, 60 * (name == TRAINER), 8, 15)
     with swarm.fault(f"SIGSTOP, 60 s, {role}", limit, *hit_by(name)):
         swarm.nodes[name].send(signal.SIGSTOP)
         time.sleep(60.0)
@@ -177,9 +176,7 @@ def test_a_node_that_may_open_no_further_file_says_so_and_goes_on(
 ) -> None:
     name = swarm.choose(role)
     began = time.time()
-    with swarm.fault(
-        f"no more files, 20 s, {role}", Limit(1, 20, 15, 15, 2 * ALL_OUT), *hit_by(name)
-    ):
+    with swarm.fault(f"no more files, 20 s, {role}", Limit(1, 20, 15, 15), *hit_by(name)):
         with no_further_file(swarm.process(name)):
             time.sleep(20.0)
         swarm.wait_running(name)
@@ -207,7 +204,7 @@ def test_a_node_that_gets_no_memory_says_so_and_goes_on(swarm: RealSwarm, role: 
     memory = SmallMemory(swarm.directory / name)
     swarm.restart(name, **memory.environment)
     swarm.wait_work(*hit_by(name))
-    with swarm.fault(f"no memory, 20 s, {role}", Limit(1, 20, 15, 15, 2 * ALL_OUT), *hit_by(name)):
+    with swarm.fault(f"no memory, 20 s, {role}", Limit(1, 20, 15, 15), *hit_by(name)):
         with memory.limited(swarm.process(name)):
             swarm.wait(lambda: memory.refused > 0, RECOVERY_S, f"refusal of memory to {name}")
             time.sleep(20.0)
@@ -225,7 +222,7 @@ def test_a_node_that_gets_no_memory_says_so_and_goes_on(swarm: RealSwarm, role: 
 def test_a_full_disk_costs_what_does_not_fit_and_is_named(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
     place, began = swarm.directory / name, time.time()
-    with swarm.fault(f"full disk, 30 s, {role}", Limit(1, 30, 15, 20, 2 * ALL_OUT), *hit_by(name)):
+    with swarm.fault(f"full disk, 30 s, {role}", Limit(1, 30, 15, 20), *hit_by(name)):
         end = time.monotonic() + 30.0
         while time.monotonic() < end:  # what its node removes makes no room
             fill_disk(place)
@@ -240,7 +237,7 @@ def test_a_full_disk_costs_what_does_not_fit_and_is_named(swarm: RealSwarm, role
 @pytest.mark.parametrize("role", ["worker", TRAINER])
 def test_a_slow_disk_slows_the_run_and_does_not_stop_it(swarm: RealSwarm, role: str) -> None:
     name = swarm.choose(role)
-    with swarm.fault(f"slow disk, {role}", Limit(1, 0, 25, 25, 2 * ALL_OUT), *hit_by(name)):
+    with swarm.fault(f"slow disk, {role}", Limit(1, 0, 25, 25), *hit_by(name)):
         swarm.restart(name, **slow_disk(swarm.directory / name))
         swarm.wait_work(*WORKERS)
         swarm.restart(name)
@@ -254,7 +251,7 @@ def test_a_worker_with_a_wrong_clock_says_so_and_the_others_go_on(
     name = swarm.choose("worker")
     file = swarm.directory / name / "clock"
     file.write_text(offset)
-    with swarm.fault(f"clock {offset}, worker", Limit(0, 0, 8, 25, ALL_OUT, False), name):
+    with swarm.fault(f"clock {offset}, worker", Limit(0, 0, 8, 25, False), name):
         swarm.restart(name, **clock_environment(file))
         swarm.wait_log(name, "clock")
         swarm.restart(name)
@@ -268,7 +265,7 @@ def test_a_workers_clock_that_jumps_and_comes_back_costs_no_place(
     name = swarm.choose("worker")
     file = swarm.directory / name / "clock"
     file.write_text("+0")
-    with swarm.fault(f"clock jumps by {offset}, 20 s", Limit(0, 0, 8, 25, 2 * ALL_OUT), name):
+    with swarm.fault(f"clock jumps by {offset}, 20 s", Limit(0, 0, 8, 25), name):
         swarm.restart(name, **clock_environment(file))
         swarm.wait_work(name)
         file.write_text(offset)
@@ -284,7 +281,7 @@ def test_a_trainer_with_a_clock_behind_what_it_signed_says_so(
 ) -> None:
     file = swarm.directory / TRAINER / "clock"
     file.write_text(offset)
-    with swarm.fault(f"clock {offset}, trainer", Limit(1, 0, 25, 15, ALL_OUT)):
+    with swarm.fault(f"clock {offset}, trainer", Limit(1, 0, 25, 15)):
         swarm.restart(TRAINER, **clock_environment(file))
         swarm.wait_log(TRAINER, "clock")
         swarm.restart(TRAINER)
@@ -296,7 +293,7 @@ def test_a_trainer_with_a_clock_behind_what_it_signed_says_so(
 @pytest.mark.nightly
 @pytest.mark.parametrize(("attack", "keys"), [("drip", 2), ("idle", 48), ("requests", 8)])
 def test_a_hostile_peer_does_not_stop_the_run(swarm: RealSwarm, attack: str, keys: int) -> None:
-    with swarm.fault(f"{attack}, {keys} keys, 20 s", Limit(0, 0, 10, 10, 2 * ALL_OUT, False)):
+    with swarm.fault(f"{attack}, {keys} keys, 20 s", Limit(0, 0, 10, 10, False)):
         with swarm.attack(attack, keys) as attacker:
             try:
                 time.sleep(20.0)

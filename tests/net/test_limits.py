@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from support.real_swarm import ALL_OUT, BATCH, RECONNECT_S, Cost, Limit
+from support.real_swarm import MOST_STALE, RECONNECT_S, Cost, Limit
 
-LIMIT = Limit(steps=1, stop_s=60.0, pause_s=10.0, back_s=15.0, batches=ALL_OUT)
+LIMIT = Limit(steps=1, stop_s=60.0, pause_s=10.0, back_s=15.0)
 MOST = Cost(
     steps=2,
     ends=2,
     pause_s=60.0 + RECONNECT_S + 2.0 * 10.0,
     back_s=RECONNECT_S + 2.0 * 15.0,
-    rollouts=3 * BATCH,
+    rollouts=MOST_STALE,
 )
 """Of two threads that share a core, and a trainer that ended twice."""
 
@@ -27,4 +27,4 @@ def test_connections_that_live_on_leave_no_time_to_replace_them() -> None:
 
 def test_a_step_is_trained_again_only_where_the_trainer_ended() -> None:
     assert LIMIT.exceeded(replace(MOST, ends=1), 2.0) == ["steps 2, at most 1"]
-    assert LIMIT.exceeded(replace(MOST, rollouts=385), 2.0) == ["rollouts 385, at most 384"]
+    assert LIMIT.exceeded(replace(MOST, rollouts=769), 2.0) == ["rollouts 769, at most 768"]

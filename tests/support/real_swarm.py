@@ -56,13 +56,12 @@ CORES = os.cpu_count() or 1
 FILLING = 100
 """Tries to find a moment at which nothing is written."""
 RESTART_S = 2.0
-BATCH = 128
-"""Rollouts of a step: 16 groups of 8."""
 RECONNECT_S = 30.0
 """Longest time until nodes know that a connection is dead and have another: 12 s of silence, looked for every
 3 s; 10 s for a try that begins before the line is whole; 4 s until the next."""
-ALL_OUT = 3
-"""Batches that may be leased or wait at once: max_off_policy_steps + 1, see LeadTime."""
+MOST_STALE = 2 * 3 * 128
+"""Twice the rollouts that may be out, of max_off_policy_steps + 1 steps (LeadTime): they may become stale as a
+fault begins, and as it ends."""
 REFUSED = re.compile(r"lease (\d+) was refused")
 
 
@@ -87,7 +86,7 @@ class Limit:
     """What a fault may cost.
 
     Starts, steps and audits are computing: their times are multiplied by the mean number of threads that share
-    a core while the fault is played (Watch.crowd), which is 2 to 3 where nothing else runs on two cores.
+    a core while the fault is played (Watch.crowd).
     """
 
     steps: int
@@ -98,8 +97,6 @@ class Limit:
     """The other part of it, for a thread that has a core to itself."""
     back_s: float
     """As in Cost, for threads that have a core each."""
-    batches: int
-    """Batches of rollouts: ALL_OUT where all that is out may become stale once, twice that if at both ends."""
     reconnects: bool = True
     """Whether connections may be lost, so that RECONNECT_S passes on any machine."""
 
@@ -111,7 +108,7 @@ class Limit:
             cost.ends,
             self.stop_s + wait_s + self.pause_s * crowd,
             wait_s + self.back_s * crowd,
-            self.batches * BATCH,
+            MOST_STALE,
         )
         allowed = asdict(most)
         return [
