@@ -404,10 +404,10 @@ def run_to_end(main: Coroutine[Any, Any, T], run_dir: Path | None = None) -> T:
     manager = service_manager()
 
     async def supervised() -> T:
-        from ..node.process.unix_sockets import explain_lack_of_files
+        from ..node.process.unix_sockets import explain_lack
 
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(explain_lack_of_files)
+        loop.set_exception_handler(explain_lack)
         beside = [
             loop.create_task(manager.keep_alive(), name="watchdog"),
             loop.create_task(freeze_after_start(), name="freeze"),

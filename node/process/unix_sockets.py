@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ BACKLOG = 128
 ACCEPTS_AT_ONCE = 1
 """How often asyncio accepts for one event (its `backlog`). Where no file is left each try is logged and plans a
 further event (Python 3.11): with more than one the events multiply, and a node does nothing else."""
+NO_MEMORY_S = 0.1
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -117,13 +119,19 @@ async def start_server(
     return server
 
 
-def explain_lack_of_files(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Handle the errors of an event loop: say in one line that no file is left; others as usual."""
+def explain_lack(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handle the errors of an event loop: say in a line that no file or memory is left; others as usual.
+
+    A callback that got no memory is called again at once, so the loop stands still for NO_MEMORY_S before.
+    """
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         logger.error(
             "no file can be opened (%s): raise `ulimit -n`, or LimitNOFILE of a service", error
         )
+    elif isinstance(error, MemoryError):
+        logger.error("no memory is left: stop other programs, or raise MemoryMax of a service")
+        time.sleep(NO_MEMORY_S)
     else:
         loop.default_exception_handler(context)
 

@@ -1,22 +1,26 @@
-"""Links with loss, latency and a rate between network namespaces, carried by a thread of this process.
+"""Links with loss, latency and a rate between network namespaces, carried by a process.
 
 netem does the same in the kernel, where it is built; this needs /dev/net/tun alone. Each node has an interface
-whose packets this thread reads, drops, delays and hands on: 20,000 a second at most, for tests, not for speed.
+whose packets the process reads, drops, delays and hands on: 20,000 a second at most, for tests, not for speed.
+It runs before all that computes: a packet that waits for a core is late for no reason of the test.
 """
 
 import ctypes
 import fcntl
 import heapq
+import json
 import os
 import random
 import selectors
 import struct
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from primerl.scripts.bench.swarm_links import SUBNET, Link, Star, Unavailable, namespace, namespaces
 
@@ -46,54 +50,49 @@ class Wire:
         return self.busy_until[way]
 
 
-class EmulatedStar(Star):
-    """A star network whose links change while it works; node i begins with the address `address(i)`."""
+class Emulator:
+    """Carries the packets of a star network; node i begins with the address `Star.address(i)`."""
 
-    def __init__(self, links: Sequence[Link], files: Sequence[int], seed: int) -> None:
-        super().__init__(len(links))
-        self._wires = [Wire(link, file) for link, file in zip(links, files, strict=True)]
-        self._owners = {self.address(index): index for index in range(len(links))}
+    def __init__(self, files: Sequence[int], seed: int) -> None:
+        self._wires = [Wire(Link(1.0, 1.0), file) for file in files]
+        self._addresses = [Star(len(files)).address(index) for index in range(len(files))]
         self._cut: set[tuple[int, int]] = set()
         self._late: list[tuple[float, int, int, bytes]] = []
         """(due, number, target, packet)."""
         self._count = 0
         self._chance = random.Random(seed)
-        self._ended = False
-        self._thread = threading.Thread(target=self._run, name="links", daemon=True)
-        self._thread.start()
+        self._order = b""
+        """The beginning of a line."""
 
-    def set_link(self, index: int, link: Link) -> None:
-        """Change the link of a node."""
-        self._wires[index].link = link
-
-    def cut(self, source: int, target: int) -> None:
-        """Drop what `source` sends to `target` from now on, silently."""
-        self._cut.add((source, target))
-
-    def isolate(self, index: int) -> None:
-        """Drop all that a node sends and is sent."""
-        for other in range(self.size):
-            self.cut(index, other)
-            self.cut(other, index)
-
-    def heal(self) -> None:
-        """Drop nothing any more but what links lose."""
-        self._cut.clear()
-
-    def close(self) -> None:
-        """End the thread."""
-        self._ended = True
-        self._thread.join(10.0)
-
-    def _run(self) -> None:
+    def run(self, orders: int) -> None:
+        """Carry packets until `orders` end: a descriptor with a JSON document on each line."""
         with selectors.DefaultSelector() as ready:
+            ready.register(orders, selectors.EVENT_READ, -1)
             for index, wire in enumerate(self._wires):
                 ready.register(wire.file, selectors.EVENT_READ, index)
-            while not self._ended:
-                wait = min(0.2, self._late[0][0] - time.monotonic()) if self._late else 0.2
-                for key, _ in ready.select(max(0.0, wait)):
-                    self._read(key.data)
+            while True:
+                wait = self._late[0][0] - time.monotonic() if self._late else None
+                for key, _ in ready.select(wait and max(0.0, wait)):
+                    if key.data >= 0:
+                        self._read(key.data)
+                    elif not self._obey(os.read(orders, 1 << 16)):
+                        return
                 self._deliver(time.monotonic())
+
+    def _obey(self, received: bytes) -> bool:
+        """Obey what has been received; False at the end of all."""
+        *lines, self._order = (self._order + received).split(b"\n")
+        for line in lines:
+            match json.loads(line):
+                case ["link", int(index), dict(link)]:
+                    self._wires[index].link = Link(**link)
+                case ["cut", int(source), int(target)]:
+                    self._cut.add((source, target))
+                case ["place", int(index), str(address)]:
+                    self._addresses[index] = address
+                case _:
+                    self._cut.clear()
+        return bool(received)
 
     def _read(self, source: int) -> None:
         for _ in range(64):  # then others
@@ -107,12 +106,12 @@ class EmulatedStar(Star):
         if packet[0] >> 4 != 4:
             return  # IPv6 has no address here but those of the link
         sender, receiver = (".".join(map(str, packet[at : at + 4])) for at in (12, 16))
-        if sender.startswith(SUBNET):
-            self._owners[sender] = source  # as a switch learns it
-        if receiver in self._owners:
-            return self._send(source, self._owners[receiver], packet, now)
+        if sender != self._addresses[source]:
+            return  # a kernel that forwards sends back what comes for the address that its node had before
+        if receiver in self._addresses:
+            return self._send(source, self._addresses.index(receiver), packet, now)
         if packet[16] >= 224:  # multicast, and to all
-            for target in range(self.size):
+            for target in range(len(self._wires)):
                 if target != source:
                     self._send(source, target, packet, now)
 
@@ -135,6 +134,55 @@ class EmulatedStar(Star):
                 os.write(self._wires[target].file, packet)
             except OSError:
                 pass  # its interface is down, or full: the packet is lost
+
+
+class EmulatedStar(Star):
+    """A star network whose links change while it works, carried by an Emulator in a process of its own."""
+
+    def __init__(self, links: Sequence[Link], files: Sequence[int], seed: int) -> None:
+        super().__init__(len(links))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(seed), *map(str, files)],
+            stdin=subprocess.PIPE,
+            pass_fds=files,
+            text=True,
+        )
+        for index, link in enumerate(links):
+            self.set_link(index, link)
+
+    def set_link(self, index: int, link: Link) -> None:
+        """Change the link of a node."""
+        self._order("link", index, asdict(link))
+
+    def cut(self, source: int, target: int) -> None:
+        """Drop what `source` sends to `target` from now on, silently."""
+        self._order("cut", source, target)
+
+    def isolate(self, index: int) -> None:
+        """Drop all that a node sends and is sent."""
+        for other in range(self.size):
+            self.cut(index, other)
+            self.cut(other, index)
+
+    def place(self, index: int, address: str) -> None:
+        """Give a node another address."""
+        self._order("place", index, address)
+        for change in (("flush", "dev", "eth0"), ("add", f"{address}/24", "dev", "eth0")):
+            subprocess.run([*self.inside(index), "ip", "address", *change], check=True)
+
+    def heal(self) -> None:
+        """Drop nothing any more but what links lose."""
+        self._order("heal")
+
+    def close(self) -> None:
+        """End the process."""
+        with self._process as process:
+            process.communicate(timeout=10.0)
+
+    def _order(self, *words: Any) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        print(json.dumps(words), file=pipe, flush=True)
 
 
 @contextmanager
@@ -174,3 +222,15 @@ def _open_inside(name: str) -> int:
         os.close(file)
         raise
     return file
+
+
+def main() -> None:
+    """Carry packets: arguments are a seed and descriptors of interfaces, orders come from standard input."""
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    seed, *files = map(int, sys.argv[1:])
+    Emulator(files, seed).run(sys.stdin.fileno())
+
+
+if __name__ == "__main__":
+    main()

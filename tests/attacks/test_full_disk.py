@@ -10,7 +10,7 @@ from support.hostile import Rogue, reason_of
 from support.machine import fill, small_disk
 from support.swarm import Swarm
 from support.waiting import until
-from support.witness import WitnessEngine
+from support.witness import Fakes, WitnessEngine
 
 from primerl.node.errors import EngineError, StorageError
 from primerl.node.storage.ledger import Ledger
@@ -201,13 +201,13 @@ async def test_a_worker_whose_real_disk_is_full_ends_with_the_reason(
     tmp_path: Path, model_dir: Path
 ) -> None:
     with small_disk(tmp_path / "w1", 4096) as disk:
-        async with Swarm(
-            tmp_path, model_dir, max_steps=4, rollouts={"lease_timeout_s": 1.5}
-        ) as swarm:
+        fakes, rollouts = Fakes(last_step=1), {"lease_timeout_s": 1.5}
+        async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=4, rollouts=rollouts) as swarm:
             await swarm.start_trainer()
             worker = swarm.add_worker("w1")
             await swarm.wait_step(1)
             fill(disk)
+            fakes.go.set()
             swarm.add_worker("w2")
             assert (await swarm.finished())["steps"] == 4
             with pytest.raises(

@@ -22,6 +22,7 @@ from support import sandbox_probes
 from support.chat_model import IM_END, make_chat_model
 from support.counting_environment import STOP
 from support.sandbox_probes import CALLS, FILES, MEMORY, shared_file
+from support.waiting import until
 
 from primerl.node.config.run import EnvironmentConfig, JoinConfig
 from primerl.node.config.sandbox import SandboxConfig, SandboxType, WorkerSandboxConfig
@@ -533,8 +534,7 @@ async def test_code_that_never_returns_ends_with_a_node_that_is_killed(kind: San
     )
     assert node.stdout is not None
     assert await node.stdout.readline() == b"playing\n"
-    await asyncio.sleep(0.5)
-    assert processes()
+    await until(processes)
     node.kill()
     await node.wait()
     assert await gone()

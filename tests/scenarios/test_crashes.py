@@ -364,11 +364,15 @@ def test_whichever_change_of_the_disk_a_process_ends_before_nothing_is_lost() ->
 async def test_workers_find_a_trainer_that_moved_through_gossip(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=6, gossip=True, at_home=False) as swarm:
+    fakes = Fakes(last_step=2)
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, max_steps=6, gossip=True, at_home=False
+    ) as swarm:
         await swarm.start_trainer()
         worker = swarm.add_worker("w1")
         await swarm.wait_step(2)
         await swarm.crash_trainer()
+        fakes.go.set()
         before = swarm.network.transports.copy()
         await swarm.start_trainer(resume=True)
         assert set(swarm.network.transports) - set(before)

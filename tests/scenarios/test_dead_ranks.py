@@ -13,7 +13,6 @@ import pytest
 from support.swarm import Running, Swarm
 from support.training_cases import FAST
 from support.training_cases import make_model as make_real_model
-from support.waiting import until
 from support.witness import Fakes, WitnessBackend, trained_ages
 
 from primerl.node.app.factories import Factories
@@ -246,6 +245,10 @@ def test_dead_ranks_beside_another_fault_are_not_answered() -> None:
     assert ranks_alone(StorageError("disk full")) is None
 
 
+KILLED_AT = 3
+"""The step in which a real rank dies."""
+
+
 class RealBackend(FsdpBackend):
     """Trains a real model, whatever the run's contract says about its shape."""
 
@@ -261,6 +264,15 @@ class RealBackend(FsdpBackend):
         return self._ranks
 
 
+class MortalBackend(RealBackend):
+    """Its last rank dies."""
+
+    async def step(self, batch: TrainBatch) -> StepMetrics:
+        if batch.step == KILLED_AT:
+            os.kill(self.ranks().pids[-1], signal.SIGKILL)
+        return await super().step(batch)
+
+
 class RealSwarm(Swarm):
     """A swarm with real ranks."""
 
@@ -271,7 +283,8 @@ class RealSwarm(Swarm):
 
     def _factories(self, running: Running, ledger: Any = None) -> Factories:
         def backend(config: RunConfig) -> TrainBackend:
-            self.made.append(RealBackend(config, self._real))
+            kind = RealBackend if self.made else MortalBackend
+            self.made.append(kind(config, self._real))
             return self.made[-1]
 
         return replace(super()._factories(running, ledger), backend=backend)
@@ -290,15 +303,12 @@ async def test_a_rank_that_is_killed_costs_a_running_swarm_no_version(
         await swarm.start_trainer()
         swarm.add_worker("w1")
         swarm.add_worker("w2")
-        await swarm.wait_step(2, timeout=120.0)
-        first = swarm.made[0].ranks()
-        os.kill(first.pids[-1], signal.SIGKILL)
-        await until(lambda: len(swarm.made) == 2, timeout=100.0)
-        await swarm.finished(timeout=180.0)
+        await swarm.finished(timeout=300.0)
         for worker in swarm.workers.values():
             await worker.ended()
         heads = swarm.heads()
         weights = read_state(swarm.run_dir / "weights" / "step_5")
+    assert len(swarm.made) == 2
     assert sorted(heads) == [(0, version) for version in range(6)]
     assert state_digest(digests(weights)) == heads[0, 5].state
     for name in swarm.workers:

@@ -149,12 +149,14 @@ async def test_a_trainers_end_does_not_wait_for_a_worker_that_said_goodbye(
         await swarm.wait_step(1)
         await swarm.stop_worker("left")
         await swarm.stop_trainer()
+        swarm.fakes.last_step = 4
         await swarm.start_trainer(resume=True)
         swarm.add_worker("left")
         await swarm.wait_step(4)
         swarm.add_worker("stays")
         await until(lambda: swarm.fakes.newest("stays") > 0)
         await swarm.stop_worker("left")
+        swarm.fakes.go.set()
         assert (await swarm.finished(60.0))["steps"] == 10
 
 

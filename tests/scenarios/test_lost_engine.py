@@ -92,9 +92,9 @@ async def wait_leases(swarm: Swarm, name: str, least: int, most: int) -> None:
 async def test_a_lost_engine_gives_its_leases_to_others_and_works_on_when_it_is_back(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    fakes = Fakes()
+    fakes = Fakes(last_step=2)
     mortal = MortalEngine(fakes, "w1")
-    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=5, rollouts=ROLLOUTS) as swarm:
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=8, rollouts=ROLLOUTS) as swarm:
         await swarm.start_trainer()
         worker = swarm.add_worker("w1", engine=mortal)
         await until(lambda: mortal.waiting == 4)
@@ -111,6 +111,7 @@ async def test_a_lost_engine_gives_its_leases_to_others_and_works_on_when_it_is_
         assert fakes.prompts("w1") == asked
 
         await swarm.stop_worker("w2")  # what is left is for the one that comes back
+        fakes.go.set()
         mortal.free()
         mortal.revive()
         summary = await swarm.finished()
@@ -145,15 +146,16 @@ async def test_a_restart_with_many_leases_out_costs_no_cooling_off(
     tmp_path: Path, model_dir: Path
 ) -> None:
     """All of the capacity was leased to one worker when its engine died; it is leased to it again at once."""
-    fakes = Fakes()
+    fakes = Fakes(last_step=2)
     mortal = MortalEngine(fakes, "w1")
     rollouts = ROLLOUTS | {"groups_per_batch": 12}
-    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=4, rollouts=rollouts) as swarm:
+    async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=7, rollouts=rollouts) as swarm:
         await swarm.start_trainer()
         mortal.free()
         worker = swarm.add_worker("w1", engine=mortal)
         await swarm.wait_step(2)  # it is trusted now
         mortal.hold()
+        fakes.go.set()
         await wait_leases(swarm, "w1", 10, 16)
         mortal.die(EngineLost(FAULT))
         await wait_leases(swarm, "w1", 0, 0)

@@ -9,6 +9,7 @@ import pytest
 from support.counting_environment import CountingEnvironment
 from support.swarm import Swarm
 from support.waiting import until
+from support.witness import Fakes
 
 from primerl.node.environments import environment
 from primerl.node.environments.chat import DATE
@@ -42,17 +43,26 @@ class Dying(CountingEnvironment):
 async def test_a_run_with_several_environments_learns_from_all_of_them(
     tmp_path: Path, model_dir: Path
 ) -> None:
+    fakes, evaluated = Fakes(last_step=4), {"prompts": 2}
     async with Swarm(
-        tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=12, evaluation={"prompts": 2}
+        tmp_path,
+        model_dir,
+        fakes=fakes,
+        environments=ENVIRONMENTS,
+        max_steps=12,
+        evaluation=evaluated,
     ) as swarm:
         swarm.environments["w2"] = {"word-game": Missing()}
         await swarm.start_trainer()
         all_of_them, some = swarm.add_worker("w1"), swarm.add_worker("w2")
+        for worker in (all_of_them, some):
+            await swarm.until_row(worker, lambda row: row["accepted"] > 0, 60.0)
         await swarm.wait_step(4)
         rows = {row["name"]: row for row in (await swarm.trainer.status())["environments"]}
         assert [rows[name]["workers"] for name in NAMES] == [2, 2, 1]
         assert [rows[name]["share"] for name in NAMES] == [0.25, 0.5, 0.25]
         assert (await swarm.trainer.status())["warnings"] == []
+        fakes.go.set()
         summary = await swarm.finished()
         assert summary["rejected"].keys() <= {"stale"}  # a slow worker may come too late
         for worker in (all_of_them, some):
@@ -102,13 +112,17 @@ async def test_every_node_of_a_run_writes_the_date_of_its_beginning_into_prompts
 async def test_a_run_goes_on_with_what_its_workers_can_play_and_says_what_is_missing(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=3) as swarm:
+    fakes = Fakes(last_step=2)
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, environments=ENVIRONMENTS, max_steps=3
+    ) as swarm:
         swarm.environments["w2"] = {"word-game": Missing()}
         await swarm.start_trainer()
         swarm.add_worker("w2")
         await swarm.wait_step(2)
         (warning,) = (await swarm.trainer.status())["warnings"]
         assert "'word-game'" in warning
+        fakes.go.set()
         summary = await swarm.finished()
     assert summary["environments"]["word-game"]["accepted"] == 0
     assert summary["environments"]["letters"]["accepted"] > 0
@@ -147,11 +161,15 @@ async def test_an_environment_that_is_given_up_costs_its_worker_that_environment
 async def test_a_resumed_run_goes_on_in_each_environment_where_it_was(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, environments=ENVIRONMENTS, max_steps=4) as swarm:
+    fakes = Fakes(last_step=2)
+    async with Swarm(
+        tmp_path, model_dir, fakes=fakes, environments=ENVIRONMENTS, max_steps=4
+    ) as swarm:
         await swarm.start_trainer()
         swarm.add_worker("w1")
         await swarm.wait_step(2)
         await swarm.crash_trainer()
+        fakes.go.set()
         with pytest.raises(UsageError, match="began with the environments letters"):
             await swarm.start_trainer(resume=True, environments=ENVIRONMENTS[:2])
         hotter = [{**one, "sampling": {"temperature": 1.5}} for one in ENVIRONMENTS]

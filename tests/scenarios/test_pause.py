@@ -42,7 +42,7 @@ class HeldEngine(WitnessEngine):
         await super().start(model_dir, fingerprint=fingerprint)
 
 
-async def tell(worker: Running, command: str, **arguments: object) -> dict[str, Any]:
+async def tell(worker: Running, command: str, **arguments: Any) -> dict[str, Any]:
     """Do as `primerl-node` COMMAND."""
     return await asyncio.to_thread(control.ask, worker.data_dir, command, **arguments)
 
@@ -68,8 +68,8 @@ async def asks(swarm: Swarm, worker: Running) -> Reason | None:
 async def test_a_paused_worker_finishes_what_it_holds_keeps_its_place_and_goes_on_when_it_is_resumed(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    fakes = Fakes()
-    async with Swarm(tmp_path, model_dir, fakes=fakes, rollouts=ROLLOUTS, max_steps=6) as swarm:
+    fakes = Fakes(last_step=3)
+    async with Swarm(tmp_path, model_dir, fakes=fakes, rollouts=ROLLOUTS, max_steps=9) as swarm:
         await swarm.start_trainer()
         engine = HeldEngine(fakes, "w")
         worker = swarm.add_worker("w", engine=engine)
@@ -96,6 +96,7 @@ async def test_a_paused_worker_finishes_what_it_holds_keeps_its_place_and_goes_o
 
         assert (await tell(worker, "resume")) == {"paused": ""}
         assert await asks(swarm, worker) == Reason.NOT_FOUND
+        fakes.go.set()
         await swarm.finished()
         assert fakes.newest("w") >= 4
 

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 from support.sharp_model import make_sharp
 from support.stage_swarm import RealStageSwarm
 from support.swarm import Running
+from support.witness import Fakes
 
 from primerl.node.app import factories
-from primerl.node.config.run import EngineConfig
+from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.inference.hosted import HostedEngine
 from primerl.node.inference.place import StagePlace
 from primerl.node.models.model_files import position_count
+from primerl.node.training.backend import StepMetrics, TrainBatch
+from primerl.node.training.local_backend import LocalBackend
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see scripts/install_vllm_cpu.sh")
 
@@ -38,8 +42,22 @@ STALL_S = 10.0
 ROLLOUTS = {"lease_timeout_s": LONG_S, "batch_timeout_s": LONG_S}
 
 
+class HeldBackend(LocalBackend):
+    """Learns no later step than the test says."""
+
+    def __init__(self, fakes: Fakes, config: RunConfig) -> None:
+        super().__init__(config.training, max_steps=config.max_steps, seed=config.seed)
+        self._fakes = fakes
+
+    async def step(self, batch: TrainBatch) -> StepMetrics:
+        """See TrainBackend."""
+        if batch.step > self._fakes.last_step:
+            await self._fakes.go.wait()
+        return await super().step(batch)
+
+
 class HostedSwarm(RealStageSwarm):
-    """Knows the processes of each worker's engine."""
+    """Knows the processes of each worker's engine; its trainer can be held."""
 
     def __init__(self, directory: Path, model: Path, stall_s: float, **settings: Any) -> None:
         super().__init__(directory, model, stall_s, **settings)
@@ -62,6 +80,7 @@ class HostedSwarm(RealStageSwarm):
 
         return replace(
             made,
+            backend=partial(HeldBackend, self.fakes),
             pipeline_head=kept(made.pipeline_head),
             pipeline_stage=kept(made.pipeline_stage),
         )
@@ -76,6 +95,7 @@ async def test_two_nodes_with_half_a_model_each_in_vllm_outlive_the_deaths_of_th
     tiny = make_sharp(tmp_path_factory.mktemp("tiny"), layers=4)
     hosted = HostedSwarm(tmp_path, tiny, STALL_S, max_steps=STEPS, rollouts=ROLLOUTS)
     async with hosted as swarm:
+        swarm.learn_until(1)
         await swarm.start_trainer()
         for name in ("a", "b"):
             swarm.add_stage(name, 2)
@@ -85,11 +105,13 @@ async def test_two_nodes_with_half_a_model_each_in_vllm_outlive_the_deaths_of_th
         lost, _ = await swarm.stage(1)
         swarm.add_stage("c", 2)
         hosted.kill_engine(lost)
+        swarm.learn_until(1 + AHEAD + 1)
         await swarm.wait_step(1 + AHEAD + 1, timeout=LONG_S)
         name, after = await swarm.stage(0)
         assert (name, after["group"]) == (leader, row["group"])
         assert after["epoch"] > row["epoch"]
         hosted.kill_engine(leader)
+        swarm.learn_until()
         summary = await swarm.finished(LONG_S)
         for worker in swarm.workers.values():
             await worker.ended()

@@ -1,7 +1,7 @@
 """Real nodes in network namespaces, faults on them, and what each fault cost.
 
 A trainer and two workers of the demo, each a process behind an emulated link, kept alive by the rules of a
-service. A fault states its Cost: what it may take from the run. When it is over the nodes that it hit must
+service. A fault states its Limit: what it may take from the run. When it is over the nodes that it hit must
 have work accepted again, and all of them are stopped for a moment, while promises.broken() reads their disks.
 """
 
@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil  # pyright: ignore[reportMissingModuleSource]
@@ -44,24 +46,33 @@ SETTINGS = (
 )
 """The demo, which does not end, and does not learn so fast that groups have equal rewards."""
 START_S = 240.0
-RECOVERY_S = 180.0
-"""Longest wait for work after a fault: a Cost is less."""
+RECOVERY_S = 400.0
+"""Longest wait for a node: no measure, what it took is compared with a Limit."""
 DISK_MB = {TRAINER: 768, AMY: 256, BEA: 256, GUEST: 256}
 SETTLED = 10
 """Version from which on the workers are no newcomers."""
 LOOK_S = 0.2
+CORES = os.cpu_count() or 1
 FILLING = 100
 """Tries to find a moment at which nothing is written."""
 RESTART_S = 2.0
+RECONNECT_S = 30.0
+"""Longest time until nodes know that a connection is dead and have another: 12 s of silence, looked for every
+3 s; 10 s for a try that begins before the line is whole; 4 s until the next."""
+MOST_STALE = 2 * 3 * 128
+"""Twice the rollouts that may be out, of max_off_policy_steps + 1 steps (LeadTime): they may become stale as a
+fault begins, and as it ends."""
 REFUSED = re.compile(r"lease (\d+) was refused")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a fault costs, or may cost."""
+    """What a fault cost."""
 
     steps: int
     """Steps that are trained again."""
+    ends: int
+    """Ends of the trainer's process."""
     pause_s: float
     """Longest time without a new version, from the beginning of the fault until its end is overcome."""
     back_s: float
@@ -69,12 +80,40 @@ class Cost:
     rollouts: int
     """Rollouts of honest workers that are rejected or become stale."""
 
-    def above(self, limit: "Cost") -> list[str]:
-        """Name what is more than `limit`."""
-        allowed = asdict(limit)
+
+@dataclass(frozen=True)
+class Limit:
+    """What a fault may cost.
+
+    Starts, steps and audits are computing: their times are multiplied by the mean number of threads that share
+    a core while the fault is played (Watch.crowd).
+    """
+
+    steps: int
+    """Steps that are trained again for each end of the trainer."""
+    stop_s: float
+    """Part of the longest time without a new version that the fault itself takes, on any machine."""
+    pause_s: float
+    """The other part of it, for a thread that has a core to itself."""
+    back_s: float
+    """As in Cost, for threads that have a core each."""
+    reconnects: bool = True
+    """Whether connections may be lost, so that RECONNECT_S passes on any machine."""
+
+    def exceeded(self, cost: Cost, crowd: float) -> list[str]:
+        """Name what is above a limit."""
+        wait_s = RECONNECT_S * self.reconnects
+        most = Cost(
+            self.steps * cost.ends,
+            cost.ends,
+            self.stop_s + wait_s + self.pause_s * crowd,
+            wait_s + self.back_s * crowd,
+            MOST_STALE,
+        )
+        allowed = asdict(most)
         return [
             f"{name} {value:.0f}, at most {allowed[name]:.0f}"
-            for name, value in asdict(self).items()
+            for name, value in asdict(cost).items()
             if value > allowed[name]
         ]
 
@@ -93,6 +132,8 @@ class Watch:
         self.longest_s = 0.0
         """Longest time without a new version since reset()."""
         self._since = time.monotonic()
+        self._crowds: list[float] = []
+        """Processes that share a core, from look to look."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -105,9 +146,16 @@ class Watch:
     def reset(self) -> None:
         """Begin to measure a fault."""
         self.longest_s, self.again, self._since = 0.0, 0, time.monotonic()
+        self._crowds.clear()
+
+    @property
+    def crowd(self) -> float:
+        """Mean number of processes that shared a core since reset(), of all on the machine; 1 at least."""
+        return fmean(self._crowds or [1.0])
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S):
+            self._crowds.append(max(1.0, runnable() / CORES))
             with suppress(sqlite3.Error):  # it is locked, or begins
                 self._look()
 
@@ -126,6 +174,11 @@ class Watch:
             self.step = step
 
 
+def runnable() -> int:
+    """Count the threads of the machine that compute or could."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+
+
 def rows(path: Path, query: str) -> list[Any]:
     """Read from a ledger that is in use; nothing where it is not there yet."""
     if not path.exists():
@@ -142,8 +195,6 @@ class RealSwarm:
         self.nodes: dict[str, Node] = {}
         self.begun: dict[str, int] = {}
         """Length of a node's log when it was started."""
-        self.report: list[tuple[str, Cost, Cost]] = []
-        """(fault, what it may cost, what it cost)."""
         self._turn = self._moves = 0
         self.sound = False
         """Whether the next fault may be played on these nodes."""
@@ -264,8 +315,8 @@ class RealSwarm:
             if node.runs:
                 node.send(signal.SIGKILL)
                 node.stop(5.0)
-        for index, name in enumerate(NAMES):
-            self._place(name, self.network.address(index))
+        for index in range(len(NAMES)):
+            self.network.place(index, self.network.address(index))
         self._disks.close()
 
     # -- what is known -------------------------------------------------------------------------
@@ -322,21 +373,22 @@ class RealSwarm:
     # -- faults --------------------------------------------------------------------------------
 
     @contextmanager
-    def fault(self, name: str, limit: Cost, *hit: str) -> Generator[None]:
+    def fault(self, name: str, limit: Limit, *hit: str) -> Generator[None]:
         """Play a fault that hits these workers; then wait until it is overcome, and judge."""
         self.sound = False
-        rejected, began = self.rejected(), time.time()
+        rejected, began, ends = self.rejected(), time.time(), len(self.nodes[TRAINER].exits)
         before = promises.marks(self.run_dir, [self.data(worker) for worker in WORKERS], began)
         self.watch.reset()
         yield
         back_s = self._recover(hit or WORKERS)
         lost = self.rejected() - rejected
-        cost = Cost(self.watch.again, self.watch.longest_s, back_s, lost.total())
+        ends = len(self.nodes[TRAINER].exits) - ends
+        cost = Cost(self.watch.again, ends, self.watch.longest_s, back_s, lost.total())
+        crowd = self.watch.crowd
         faults = self.broken(before)
-        self.report.append((name, limit, cost))
-        print(f"\ncost: {json.dumps([name, asdict(limit), asdict(cost), lost])}")
+        print(f"\ncost: {json.dumps([name, asdict(limit), asdict(cost), crowd, lost])}")
         assert not faults, faults
-        assert not (above := cost.above(limit)), above
+        assert not (exceeded := limit.exceeded(cost, crowd)), exceeded
         self.sound = True
 
     def _recover(self, hit: Sequence[str]) -> float:
@@ -403,12 +455,7 @@ class RealSwarm:
     def move(self, name: str) -> None:
         """Give a node another address."""
         self._moves += 1
-        self._place(name, f"{SUBNET}.{len(NAMES) + self._moves}")
-
-    def _place(self, name: str, address: str) -> None:
-        for change in (("flush", "dev", "eth0"), ("add", f"{address}/24", "dev", "eth0")):
-            inside = self.network.inside(NAMES.index(name))
-            subprocess.run([*inside, "ip", "address", *change], check=True)
+        self.network.place(NAMES.index(name), f"{SUBNET}.{len(NAMES) + self._moves}")
 
     def says(self, name: str) -> str:
         """Return what a node says that it waits for, or warns of."""
@@ -475,6 +522,86 @@ def clock_environment(file: Path) -> Mapping[str, str]:
     }
 
 
+SMALL_MEMORY = r"""
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <malloc.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+static struct { long process, least, refused; } *limit;
+static __attribute__((constructor)) void begin(void) {
+    const char *path = getenv("SMALL_MEMORY");
+    int file = path ? open(path, O_RDWR | O_CLOEXEC) : -1;
+    void *place = file < 0 ? MAP_FAILED : mmap(0, sizeof *limit, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (file >= 0) close(file);
+    if (place != MAP_FAILED) limit = place;
+}
+static int refused(size_t size) {
+    if (!limit || size < (size_t)limit->least || limit->process != getpid()) return 0;
+    __atomic_add_fetch(&limit->refused, 1, __ATOMIC_RELAXED);
+    errno = ENOMEM;
+    return 1;
+}
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t);
+extern void *__libc_memalign(size_t, size_t);
+void *malloc(size_t size) { return refused(size) ? 0 : __libc_malloc(size); }
+void *calloc(size_t count, size_t size) { return refused(count * size) ? 0 : __libc_calloc(count, size); }
+void *realloc(void *old, size_t size) {
+    return size > malloc_usable_size(old) && refused(size) ? 0 : __libc_realloc(old, size);
+}
+void *memalign(size_t by, size_t size) { return refused(size) ? 0 : __libc_memalign(by, size); }
+void *aligned_alloc(size_t by, size_t size) { return memalign(by, size); }
+int posix_memalign(void **place, size_t by, size_t size) {
+    void *made = memalign(by, size);
+    if (made) *place = made;
+    return made ? 0 : ENOMEM;
+}
+void *mmap(void *at, size_t size, int may, int how, int file, off_t offset) {
+    if (how & MAP_ANONYMOUS && refused(size)) return MAP_FAILED;
+    return (void *)syscall(SYS_mmap, at, size, may, how, file, offset);
+}
+void *mmap64(void *at, size_t size, int may, int how, int file, off_t offset) {
+    return mmap(at, size, may, how, file, offset);
+}
+"""
+
+
+class SmallMemory:
+    """Makes the C library refuse a process each piece of memory of LEAST bytes or more, and counts these."""
+
+    FIELDS = struct.Struct("=qqq")
+    LEAST = 1 << 16
+
+    def __init__(self, directory: Path) -> None:
+        """Skips the test without a C compiler."""
+        self._file = directory / "memory"
+        self._file.write_bytes(self.FIELDS.pack(0, self.LEAST, 0))
+        library = built(directory / "memory.so", SMALL_MEMORY)
+        self.environment = {"LD_PRELOAD": str(library), "SMALL_MEMORY": str(self._file)}
+        """With which a process has to be started."""
+
+    @contextmanager
+    def limited(self, process: psutil.Process) -> Generator[None]:
+        """Refuse while the block lasts."""
+        self._write(process.pid)
+        try:
+            yield
+        finally:
+            self._write(0)
+
+    @property
+    def refused(self) -> int:
+        """How often memory was refused."""
+        return self.FIELDS.unpack(self._file.read_bytes())[2]
+
+    def _write(self, process: int) -> None:
+        with self._file.open("r+b") as file:  # in place: it is mapped
+            file.write(struct.pack("=q", process))
+
+
 SLOW_DISK = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -503,11 +630,16 @@ def slow_disk(directory: Path) -> Mapping[str, str]:
 
     Skips the test without a C compiler.
     """
+    return {"LD_PRELOAD": str(built(directory / "slow.so", SLOW_DISK))}
+
+
+def built(library: Path, source: str) -> Path:
+    """Compile a library from C. Skips the test without a compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler makes the library that slows a disk: apt-get install gcc")
-    source, library = directory / "slow.c", directory / "slow.so"
-    source.write_text(SLOW_DISK)
-    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+        pytest.skip("no C compiler makes the library of this fault: apt-get install gcc")
+    code = library.with_suffix(".c")
+    code.write_text(source)
+    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(code), "-ldl"]
     subprocess.run(command, check=True)
-    return {"LD_PRELOAD": str(library)}
+    return library

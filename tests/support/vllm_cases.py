@@ -5,14 +5,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 
 from primerl.node.config.run import EngineConfig
 from primerl.node.inference.engine import Completion, Engine, GenerateRequest
-from primerl.node.inference.hosted import HostedEngine
 from primerl.node.models import huggingface
 from primerl.node.models.tensors import from_torch, to_torch
 from primerl.node.weights.state import State
@@ -39,7 +38,6 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 """Heads of 32, which vLLM computes without a GPU, too."""
-Task: TypeAlias = "asyncio.Task[Completion]"
 
 
 @dataclass(frozen=True)
@@ -87,16 +85,6 @@ def request(
 async def generate_all(engine: Engine, requests: list[GenerateRequest]) -> list[Completion]:
     async with asyncio.timeout(DEADLINE_S):
         return await asyncio.gather(*map(engine.generate, requests))
-
-
-async def begun(engine: HostedEngine, requests: list[GenerateRequest]) -> list[Task]:
-    """Start these requests; wait until each running one has sampled a token."""
-    at_once = min(len(requests), CONFIG.max_batch)
-    await until(lambda: not engine.stats().running)  # what was before: it is told a little later
-    tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
-    # one that has ended by the time the engine tells it has drawn one, too
-    await until(lambda: engine.stats().running == at_once or any(task.done() for task in tasks))
-    return tasks
 
 
 async def until(true: Callable[[], bool]) -> None:

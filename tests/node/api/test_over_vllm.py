@@ -275,7 +275,7 @@ async def test_engines_share_the_work_and_a_client_that_goes_away_frees_them(
     assert told == [one["choices"] for one in alone]
     before = await generated(serving.raw)
     stream = await serving.user.completions.create(
-        model=NAME, prompt="ab", max_tokens=400, n=8, stream=True, extra_body={"ignore_eos": True}
+        model=NAME, prompt="ab", max_tokens=1000, n=8, stream=True, extra_body={"ignore_eos": True}
     )
     await anext(aiter(stream))
     await stream.close()
@@ -283,9 +283,9 @@ async def test_engines_share_the_work_and_a_client_that_goes_away_frees_them(
     while True:
         await asyncio.sleep(0.3)
         seen, last = await generated(serving.raw), seen
-        if seen == last:
+        if before < seen == last:  # it is told a little later
             break
-    assert before < seen < before + 8 * 400
+    assert seen < before + 8 * 1000
     assert (await serving.raw.complete(max_tokens=3)).status == 200
 
 
@@ -305,7 +305,10 @@ async def test_a_reply_names_the_versions_that_drew_it(serving: Serving) -> None
     fields: dict[str, Any] = {"seed": 1, "max_tokens": 1000, "ignore_eos": True, "n": 4}
     fields |= {"return_token_ids": True}
     before = (await serving.raw.complete(**fields)).json["choices"]
+    drawn = await generated(serving.raw)
     whole = asyncio.create_task(serving.raw.complete(**fields))
+    while await generated(serving.raw) < drawn + fields["n"] * 20:  # noqa: ASYNC110 - each has drawn two
+        await asyncio.sleep(0)
     stream = await serving.user.completions.create(
         model=NAME, prompt="ab", stream=True, max_tokens=1000, extra_body={"ignore_eos": True}
     )

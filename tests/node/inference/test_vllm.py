@@ -15,7 +15,6 @@ from support.vllm_cases import (
     DEADLINE_S,
     LOADS,
     Case,
-    begun,
     expect_same,
     generate_all,
     near,
@@ -118,14 +117,19 @@ async def test_a_load_of_the_same_weights_does_not_change_the_sampled_tokens(
 async def test_a_request_that_waited_for_its_turn_is_stamped_by_the_weights_it_met(
     engine: HostedEngine, case: Case
 ) -> None:
-    await engine.load(2000, case.states[0])
     requests = [request(seed=seed, max_tokens=450) for seed in range(2 * CONFIG.max_batch)]
-    tasks = await begun(engine, requests)
-    await engine.load(2001, case.states[1])
-    completions = await asyncio.gather(*tasks)
-    first, last = completions[0], completions[-1]
-    assert (first.policy_first, first.policy_last) == (2000, 2001)
-    assert (last.policy_first, last.policy_last) == (2001, 2001)
+    old = 2000
+    while True:  # however fast the machine is, the first begins before a load and ends after it
+        await engine.load(old, case.states[0])
+        tasks = [asyncio.create_task(engine.generate(each)) for each in requests]
+        await asyncio.sleep((old - 2000) * 0.005)
+        await engine.load(old + 1, case.states[1])
+        first, *_, last = await asyncio.gather(*tasks)
+        if first.policy_first < first.policy_last or old == 2000 + 2 * LOADS:
+            break
+        old += 2
+    assert (first.policy_first, first.policy_last) == (old, old + 1)
+    assert (last.policy_first, last.policy_last) == (old + 1, old + 1)
     assert last.logprobs == near(forward_logprobs(case, 1, requests[-1], last))
 
 

@@ -42,9 +42,10 @@ async def test_an_engine_that_was_killed_comes_back_with_the_newest_weights(
     await engine.update(7001, new, changed)
     updated = await vllm_cases.generate_all(engine, requests)
     restarts = engine.stats().restarts
-    [pending] = await vllm_cases.begun(engine, [vllm_cases.request(max_tokens=400)])
     before = started_processes()
     [process] = [one for one in before if (one.pid in engine.pids) == (victim == "host")]
+    pending = asyncio.create_task(engine.generate(vllm_cases.request(max_tokens=400)))
+    await asyncio.sleep(0)  # it is sent
     process.kill()
     async with asyncio.timeout(vllm_cases.START_S):
         with pytest.raises(EngineLost):

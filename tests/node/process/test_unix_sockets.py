@@ -6,6 +6,8 @@ import resource
 import socket
 import stat
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from primerl.node.errors import BusyError
 from primerl.node.ops.control import ControlServer, ask
 from primerl.node.process.unix_sockets import (
     LONGEST,
-    explain_lack_of_files,
+    NO_MEMORY_S,
+    explain_lack,
     short,
     start_server,
 )
@@ -101,7 +104,7 @@ async def test_a_node_without_a_file_left_says_so_once_for_a_try_and_accepts_aga
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         failures.append(context)
-        explain_lack_of_files(loop, context)
+        explain_lack(loop, context)
         if len(failures) == 1:
             loop.call_later(TRIES * RETRY_S, resource.setrlimit, resource.RLIMIT_NOFILE, limit)
 
@@ -126,3 +129,29 @@ async def test_a_node_without_a_file_left_says_so_once_for_a_try_and_accepts_aga
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(failures)
     assert all("raise `ulimit -n`" in line for line in lines)
+
+
+async def test_a_callback_without_memory_is_named_in_a_line_and_waits_before_it_is_called_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Found by a limit on a worker's memory: asyncio reads a pipe again at once, with a traceback each time."""
+    loop, times = asyncio.get_running_loop(), list[float]()
+    done = asyncio.Event()
+
+    def read() -> None:
+        times.append(time.monotonic())
+        if len(times) < TRIES:
+            raise MemoryError
+        loop.remove_reader(near)
+        done.set()
+
+    loop.set_exception_handler(explain_lack)
+    near, far = socket.socketpair()
+    with near, far:
+        loop.add_reader(near, read)
+        far.send(b"x")
+        async with asyncio.timeout(20.0):
+            await done.wait()
+    assert min(b - a for a, b in pairwise(times)) >= NO_MEMORY_S
+    assert [record.exc_info for record in caplog.records] == [None] * (TRIES - 1)
+    assert all("no memory is left" in record.getMessage() for record in caplog.records)
