@@ -163,9 +163,10 @@ class Outside:
     reach: Reach
     manifest: RunManifest | None = None
     """None where the trainer did not hand it out."""
-    leaders: Leaders | None = None
     model: dict[str, Any] | None = None
     """The model's config.json."""
+    leaders: Leaders | None = None
+    """Those that may lead the run; None where the trainer did not say."""
 
 
 async def look(

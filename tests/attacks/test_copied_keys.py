@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.hostile import Rogue, reason_of
@@ -336,7 +337,7 @@ async def test_a_new_key_has_the_place_of_the_old_one_with_its_work_and_admissio
             await swarm.add_worker("old").ended(20.0)
 
 
-async def issue(swarm: Swarm, **options: object) -> dict[str, str]:
+async def issue(swarm: Swarm, **options: Any) -> dict[str, str]:
     """Issue a ticket as the trainer's operator does."""
     return await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "ticket", **options)
 
