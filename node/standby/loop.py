@@ -7,6 +7,7 @@ leases. A trainer that said that its operator stopped it is not lost.
 
 import asyncio
 import logging
+import math
 import time
 
 from ...protocol.errors import RemoteProtocolError
@@ -40,6 +41,8 @@ class StandbyRole:
         self._obstacle = Obstacle(services, "backups", "`primerl-node root certify`")
         self.brought_at = 0.0
         """Unix seconds at which the newest was complete."""
+        self._revoked_at = math.inf
+        """Since when the trainer is revoked, time.monotonic()."""
         self.takes_over = ""
         """Why this node leads the run from now on; empty while it does not."""
 
@@ -105,7 +108,7 @@ class StandbyRole:
         """Lead the run from now on, as the operator wants it. Raises UsageError while it has a trainer."""
         if self.mirror.step < 0:
             raise UsageError("there is no copy of the run here yet")
-        if self._silence() == 0 and not self._heads.stopped:
+        if self._silence() == 0 and not self._heads.stopped and not self._is_revoked():
             raise UsageError(
                 "the trainer is there: `primerl-node handover` in its data directory hands the run over"
             )
@@ -116,9 +119,19 @@ class StandbyRole:
         listed, own = self._services.leaders.listed, self._services.key.node_id
         if listed is None or own not in self._services.leaders or self.mirror.step < 0:
             return
-        turn = 1 + self._services.leaders.others(self._services.trainer).index(own)
+        place = self._services.leaders.others(self._services.trainer).index(own)
+        if self._is_revoked():
+            self._revoked_at = min(self._revoked_at, time.monotonic())
+            if time.monotonic() - self._revoked_at >= place * listed.lease_s:
+                self.takes_over = "its trainer was revoked"
+            return
+        self._revoked_at, turn = math.inf, place + 1
         if self._silence() >= turn * listed.lease_s and not self._heads.stopped:
             self.takes_over = f"its trainer was silent for {self._silence():.0f} s"
+
+    def _is_revoked(self) -> bool:
+        """Return whether the root has revoked the node that led the run."""
+        return self._services.trainer not in self._services.leaders
 
     def _silence(self) -> float:
         """Return the seconds since the trainer, or a newer head of it, was heard; 0 while it is."""

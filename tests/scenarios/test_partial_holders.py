@@ -169,7 +169,6 @@ class Model(HostileTrainer):
             bare_services(
                 self.key,
                 run_id=self.run,
-                trainer=self.key.node_id,
                 heads=self.book,
                 store=self.store,
                 arrivals=ChunkArrivals(),
