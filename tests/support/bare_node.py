@@ -20,9 +20,11 @@ from primerl.protocol.trust import TrustedRun
 from primerl.protocol.version import SPOKEN
 
 
-def bare_services(key: SecretKey = TRAINER, **parts: Any) -> NodeServices:
-    """The services of the node with `key` in the run RUN; parts that are not given are None."""
-    trusted = TrustedRun(parts.get("run_id", RUN), TRAINER.node_id)
+def bare_services(
+    key: SecretKey = TRAINER, *, trainer: bytes = TRAINER.node_id, **parts: Any
+) -> NodeServices:
+    """The services of the node with `key` in the run RUN of `trainer`; parts that are not given are None."""
+    trusted = TrustedRun(parts.get("run_id", RUN), trainer)
     known: dict[str, Any] = {
         "key": key,
         "run_id": RUN,

@@ -86,6 +86,7 @@ class Net:
             services=bare_services(
                 key(number),
                 run_id=RUN,
+                trainer=TRAINER.node_id,
                 role="inference",
                 config=CONFIG,
                 links=links,

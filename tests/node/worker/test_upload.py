@@ -66,7 +66,7 @@ class UploadBench:
         self.ledger = ledger
         self.trainer = FakeTrainer()
         self.refused: list[Reason] = []
-        services = bare_services(WORKER, run_id=RUN, ledger=ledger)
+        services = bare_services(WORKER, run_id=RUN, trainer=TRAINER.node_id, ledger=ledger)
         self.spool = UploadQueue(services, self.trainer.take, self.refused.append)
 
     @asynccontextmanager
