@@ -187,11 +187,11 @@ class Publisher:
         Raises StorageError when the disk is full, and the errors of `before_announcing`.
         """
         state, changed = snapshot.state, snapshot.changed_since(self._policy.state)
-        encoding = asyncio.to_thread(self._encode, version, state, changed)
         await self._compacted()
         self.states.hold(version, state, changed)
         policy, artifacts = await asyncio.gather(
-            self._timed("prove", self._prove(version, state)), self._timed("encode", encoding)
+            self._timed("prove", lambda: self._prove(version, state)),
+            self._timed("encode", lambda: asyncio.to_thread(self._encode, version, state, changed)),
         )
         if self._snapshot is not None and self._snapshot.done():
             done, self._snapshot = self._snapshot, None
@@ -200,9 +200,9 @@ class Publisher:
             self._services.run_id, version, policy.digest, tensor_table(policy), tuple(artifacts)
         )
         document = check_sizes(encode(manifest), MAX_MANIFEST)
-        await self._timed("store", asyncio.to_thread(self._store.put, document))
+        await self._timed("store", lambda: asyncio.to_thread(self._store.put, document))
         if before_announcing is not None:
-            await self._timed("durable", before_announcing())
+            await self._timed("durable", before_announcing)
         began = time.monotonic()
         sealed, head = self._sign(policy, document)
         self._chain.add(manifest)
@@ -227,9 +227,10 @@ class Publisher:
             compacting, self._compacting = self._compacting, None
             await compacting
 
-    async def _timed(self, phase: str, work: Awaitable[T]) -> T:
+    async def _timed(self, phase: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Do `work`, which begins in here: a publication may be cancelled before."""
         began = time.monotonic()
-        result = await work
+        result = await work()
         self.phases[phase] = time.monotonic() - began
         return result
 
