@@ -393,6 +393,9 @@ class TrainerNode(IssuingNode):
             watches = [tasks.create_task(others.run()), tasks.create_task(others.watch())]
             try:
                 await work
+            except Exception:
+                others.check()  # its own heads count no more
+                raise
             finally:
                 for watch in watches:
                     watch.cancel()

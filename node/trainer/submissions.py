@@ -295,11 +295,14 @@ class VerificationQueue:
             return refuse_all(arrival, lease, error)
 
     def open(self, arrived: QueuedSubmission) -> tuple[Submission, Lease]:
-        """Open a submission and the lease that it answers."""
-        submission = unseal(
-            arrived.sealed, Purpose.SUBMISSION, Submission, now=0, run=self._services.run_id
-        ).body
-        return submission, open_lease(submission.lease, self._services.leaders, arrived.node)
+        """Open a submission in the ledger, and the lease that it answers.
+
+        Who signed the lease was checked when it came: a leader, if perhaps one that was revoked since then.
+        """
+        run, node = self._services.run_id, arrived.node
+        submission = unseal(arrived.sealed, Purpose.SUBMISSION, Submission, now=0, run=run).body
+        lease = unseal(submission.lease, Purpose.LEASE, Lease, now=0, run=run, recipient=node)
+        return submission, lease.body
 
     def _keep(self, arrived: QueuedSubmission, verified: Verified, measured: MeasuredRows) -> bytes:
         """Write the verdict and its changes into the ledger; return it sealed."""

@@ -69,7 +69,11 @@ class OtherLeaders:
         self.check()
 
     def check(self) -> None:
-        """Raise SteppedDown if another leader has begun a newer epoch."""
+        """Raise SteppedDown if another leader has begun a newer epoch, or the root has revoked this one."""
+        if self._services.key.node_id not in self._services.leaders:
+            raise SteppedDown(
+                "the run's root has revoked this trainer: what it signs counts no more"
+            )
         newest = self._services.heads.latest()
         if newest is None or newest.signer == self._services.key.node_id:
             return

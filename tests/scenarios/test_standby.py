@@ -11,6 +11,7 @@ from support.swarm import Running, Swarm, key_of
 from support.waiting import until
 
 from primerl.crypto.hashing import short
+from primerl.crypto.keys import SecretKey
 from primerl.node.errors import NodeError, SteppedDown
 from primerl.node.ops import control
 from primerl.node.storage.run_files import COPY_MARK
@@ -191,7 +192,7 @@ async def test_workers_follow_no_standby_that_they_know_to_be_revoked(
         await until(lambda: standby.step >= 3)
         for node in (swarm.trainer, worker):
             swarm.network.partition(node.node_id, copy.node_id)
-        await swarm.revoke("standby")
+        await swarm.revoke(copy, swarm.trainer)
         before = standby.step
         await swarm.wait_step(before + 4)  # with a head, and the list
         version = (await worker.status())["version"]
@@ -201,6 +202,28 @@ async def test_workers_follow_no_standby_that_they_know_to_be_revoked(
         # it does not know, and the worker does
         await until(lambda: f"bad head from {short(copy.node_id)}" in caplog.text)
         assert (await worker.status())["newest_version"] >= version
+
+
+@pytest.mark.slow
+async def test_a_standby_leads_at_once_when_the_root_revokes_the_trainer(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    root = SecretKey.generate()
+    checkpoint = {"interval": 3, "root": root.node_id.hex()}
+    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint=checkpoint) as swarm:
+        swarm.root = root
+        await swarm.start_trainer()
+        await swarm.certify("standby")
+        worker = swarm.add_worker("w1")
+        standby, copy = swarm.add_standby()
+        await until(lambda: standby.step >= 3)
+        stolen = swarm.trainer
+        await swarm.revoke(stolen, copy)  # which it would not publish itself
+        await swarm.succeed()
+        await swarm.wait_step(standby.step + 3)
+        await swarm.until_row(worker, lambda row: row["accepted"] > 0, 60)
+        with pytest.raises(SteppedDown, match="revoked"):
+            await stolen.ended()
 
 
 async def test_a_node_that_is_not_certified_gets_no_backup(tmp_path: Path, model_dir: Path) -> None:

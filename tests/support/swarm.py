@@ -189,6 +189,8 @@ class Swarm:
         self.ticket = ""
         self.workers: dict[str, Running] = {}
         self.standbys: dict[str, StandbyNode] = {}
+        self.root: SecretKey | None = None
+        """The run's root key; None: that of its trainer."""
         self.listed: LeaderList | None = None
         """The newest list of leaders that the root signed."""
         self.backends: list[WitnessBackend] = []
@@ -366,22 +368,24 @@ class Swarm:
         return worker
 
     async def certify(self, *names: str, lease_s: int = 60) -> None:
-        """Let these standbys lead the run after its trainer, whose key is its root."""
+        """Let these standbys lead the run after its trainer, which is told so."""
         ids = [key_of(name).node_id for name in names]
         self.listed = LeaderList(1, (self.trainer.node_id, *ids), lease_s)
-        await self._publish_leaders()
+        await self._publish_leaders(self.trainer)
 
-    async def revoke(self, name: str) -> None:
-        """Let a standby lead no more; nodes that are cut off do not hear of it."""
+    async def revoke(self, node: Running, at: Running) -> None:
+        """Let a node lead no more; `at` is told first, and nodes that are cut off do not hear of it."""
         assert self.listed is not None
-        self.listed = without(self.listed, [key_of(name).node_id])
-        await self._publish_leaders()
+        self.listed = without(self.listed, [node.node_id])
+        await self._publish_leaders(at)
 
-    async def _publish_leaders(self) -> None:
+    async def _publish_leaders(self, at: Running) -> None:
         assert self.listed is not None
-        data_dir = self.trainer.data_dir
+        data_dir = at.data_dir
         known = await asyncio.to_thread(control.ask, data_dir, "leaders")
-        sealed = certify(self.trainer.key, bytes.fromhex(known["run"]), self.listed).hex()
+        sealed = certify(
+            self.root or self.trainer.key, bytes.fromhex(known["run"]), self.listed
+        ).hex()
         await asyncio.to_thread(control.ask, data_dir, "leaders", sealed=sealed)
 
     async def succeed(self, name: str = "standby", timeout: float = 60.0) -> None:
