@@ -233,6 +233,34 @@ FAULTS = (
         'if peer == b"":',
         ("test_a_standby_with_the_newest_backup_waits_and_others_are_refused",),
     ),
+    Fault(
+        "a leader signs in another one's epoch",
+        "protocol/leaders.py",
+        "if self.places().index(node) != place_of(epoch):",
+        "if False:",
+        ("test_a_head_in_an_epoch_of_somebody_else_is_refused",),
+    ),
+    Fault(
+        "an older list of leaders is taken",
+        "protocol/leaders.py",
+        "if self.listed is not None and listed.number <= self.listed.number:",
+        "if False:",
+        ("test_an_older_list_changes_nothing_and_a_newer_one_revokes",),
+    ),
+    Fault(
+        "what has a receipt is dropped though the next leader may not have it",
+        "node/worker/upload.py",
+        "if taken and listed is not None and len(listed.leaders) > 1:",
+        "if False:",
+        ("test_what_has_a_receipt_is_kept_for_the_next_leader_until_it_is_too_old",),
+    ),
+    Fault(
+        "the deadline of an earlier leader's lease holds for the next one",
+        "node/trainer/submissions.py",
+        "if own and lease.deadline + LATE_GRACE_S < now:",
+        "if lease.deadline + LATE_GRACE_S < now:",
+        ("test_work_that_the_leader_before_leased_is_taken_though_its_lease_is_over",),
+    ),
     # -- leases, audits, deltas
     Fault(
         "buffer refuses groups that were leased",

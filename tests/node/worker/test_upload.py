@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.bare_node import bare_services
@@ -23,9 +24,12 @@ from primerl.node.worker import upload
 from primerl.node.worker.upload import UPLOADS, UploadQueue
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason
+from primerl.protocol.leaders import LeaderList, certify
 from primerl.protocol.leases import Lease
 from primerl.protocol.rollouts import Receipt, Submission
+from primerl.protocol.trust import TrustedRun
 
+NEXT = SecretKey.from_seed(bytes(31) + b"n")
 WORKER, TRAINER = SecretKey.from_seed(bytes(31) + b"w"), SecretKey.from_seed(bytes(31) + b"t")
 RUN = bytes(32)
 
@@ -66,8 +70,12 @@ class UploadBench:
         self.ledger = ledger
         self.trainer = FakeTrainer()
         self.refused: list[Reason] = []
-        services = bare_services(WORKER, run_id=RUN, trainer=TRAINER.node_id, ledger=ledger)
-        self.spool = UploadQueue(services, self.trainer.take, self.refused.append)
+        self.version = 0
+        trusted = TrustedRun(RUN, TRAINER.node_id)
+        heads = SimpleNamespace(trusted=trusted, order=lambda: (0, self.version))
+        services = bare_services(WORKER, run_id=RUN, heads=heads, ledger=ledger)
+        self.leaders = trusted.leaders
+        self.spool = UploadQueue(services, self.trainer.take, self.refused.append, keep_versions=2)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -115,6 +123,27 @@ async def test_what_was_put_is_on_the_disk_and_held_until_the_receipt_is_here(
         world.trainer.open.set()
         await until(world.empty)
     assert world.trainer.came == [lease.lease_id]
+
+
+async def test_what_has_a_receipt_is_kept_for_the_next_leader_until_it_is_too_old(
+    ledger: Ledger,
+) -> None:
+    world = UploadBench(ledger)
+    world.leaders.admit(certify(TRAINER, RUN, LeaderList(1, (TRAINER.node_id, NEXT.node_id), 60)))
+    first, second, last = leases(3)
+    async with world.running():
+        for lease in (first, second):
+            await world.spool.put(lease, work(lease))
+        await until(lambda: not world.spool.leases())
+        assert len(ledger.queued_uploads()) == 2
+        world.version = 2
+        await world.spool.resend()  # another node leads
+        await until(lambda: not world.spool.leases())
+        assert sorted(world.trainer.came) == [0, 0, 1, 1]
+        world.version = 5
+        await world.spool.put(last, work(last))
+        await until(lambda: not world.spool.leases())
+        await until(lambda: [row[1] for row in ledger.queued_uploads()] == [last.lease_id])
 
 
 async def test_a_node_that_was_killed_uploads_what_it_finds(ledger: Ledger) -> None:
