@@ -13,6 +13,7 @@ import msgspec
 from ..crypto.keys import NodeId, SecretKey
 from .envelope import Opened, Purpose, read_envelope, seal, unseal
 from .errors import LocalProtocolError, Reason, RemoteProtocolError
+from .retirement import NEVER
 
 T = TypeVar("T")
 
@@ -24,8 +25,6 @@ EPOCHS_OF_PLACE = 10_000
 EPOCHS_OF_TURN = 100 * EPOCHS_OF_PLACE
 """An epoch is turn * EPOCHS_OF_TURN + place * EPOCHS_OF_PLACE + count: each change of the leader is a turn."""
 MIN_LEASE_S, MAX_LEASE_S = 1, 7 * 86400
-NEVER = 2**53
-"""Unix seconds of an expiry that does not come."""
 
 
 class LeaderList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from ...crypto.keys import SecretKey
-from ...protocol.trust import AdmittedHead, RunDocuments, TrustedRun, read_documents
+from ...protocol.trust import RunDocuments, TrustedRun, read_documents
 from ..config.run import JoinConfig
 from ..errors import BusyError
 from ..ops.control import Command
@@ -95,7 +95,7 @@ class StandbyNode(PeerNode):
             for name in (PORT, LIBP2P_PORT, LEADERS):
                 if (value := services.ledger.get(name)) is not None:
                     ledger.set(name, value)
-            if newest is not None and not _holds(ledger, newest):
+            if newest is not None and ledger.newest_head() < newest.order:
                 ledger.add_head(*newest.order, newest.sealed, b"")
         config = self._config
         settings = {
@@ -144,7 +144,3 @@ class StandbyNode(PeerNode):
             copied = f"a copy of the run after step {self.step}{age}, {self._role.mirror.size / 1e6:.1f} MB"
             status.detail = f"{copied}, {status.detail}"
         return status
-
-
-def _holds(ledger: Ledger, head: AdmittedHead) -> bool:
-    return any(sealed == head.sealed for sealed, _ in ledger.heads())

@@ -393,8 +393,10 @@ class TrainerNode(IssuingNode):
             watches = [tasks.create_task(others.run()), tasks.create_task(others.watch())]
             try:
                 await work
-            except Exception:
-                others.check()  # its own heads count no more
+            except (
+                Exception
+            ):  # whatever failed in a trainer whose own heads count no more, that is the reason
+                others.check()
                 raise
             finally:
                 for watch in watches:
