@@ -80,7 +80,8 @@ async def test_a_run_that_is_handed_over_loses_no_version(
         status = await worker.status()
         assert set(status["rejected"]) <= HARMLESS
         await swarm.stop_trainer()
-        assert resumed(caplog) == last
+        # a step that was trained, and not announced yet, is in the checkpoint of the stop
+        assert last <= resumed(caplog) <= last + 1
 
 
 @pytest.mark.slow
