@@ -159,6 +159,17 @@ class TrainBackend(Protocol):
         """
         ...
 
+    async def write_masters(self, file: Path) -> None:
+        """Write the fp32 masters of all trained parameters, by name and whole, to a safetensors file.
+
+        Raises EngineError.
+        """
+        ...
+
+    async def read_masters(self, file: Path) -> None:
+        """Set all masters, bit by bit, to those of such a file; moments, step and RNG stay. Raises EngineError."""
+        ...
+
     async def export(self, directory: Path) -> None:
         """Write the bf16 policy in Hugging Face format, tokenizer and config included."""
         ...

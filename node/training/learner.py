@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..config.training import LossConfig, TrainingConfig
 from ..errors import EngineError, StorageError
@@ -365,6 +367,40 @@ class Learner:
         self._model.settle()
         self.step_done = step
 
+    def write_masters(self, path: Path) -> None:
+        """Write the fp32 masters of all trained parameters to a safetensors file, on the first rank.
+
+        Raises EngineError.
+        """
+        self._check_finite()
+        masters: dict[str, torch.Tensor] = {}
+        for name, parameter in self._optimizer.parameters.items():
+            own = parameter.detach()
+            whole = own.full_tensor() if isinstance(own, DTensor) else own
+            if self._world.is_first:
+                masters[name] = whole.float().cpu().contiguous()
+        if self._world.is_first:
+            try:
+                save_file(masters, path)
+            except (OSError, SafetensorError) as error:
+                raise EngineError(f"{path} cannot be written: {error}") from error
+
+    def read_masters(self, path: Path) -> None:
+        """Set all masters to those of a file of write_masters(). Raises EngineError; nothing has changed then."""
+        parameters = self._optimizer.parameters
+        try:
+            with safe_open(path, "pt") as tensors, torch.no_grad():
+                names: list[str] = list(tensors.keys())
+                shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+                if shapes != {name: tuple(own.shape) for name, own in parameters.items()}:
+                    raise EngineError(f"the masters in {path} are of another model")
+                for name, own in parameters.items():
+                    own.copy_(_laid_out_as(own, tensors.get_tensor(name)))
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"the masters in {path} are not taken over: {error}") from error
+        self._model.settle()
+        self._ruined = not self._is_finite()
+
     def close(self, *, keep_world: bool = False) -> None:
         """End the exporter's threads, and the ranks' connection unless `keep_world` is set."""
         self._exporter.close()
@@ -530,6 +566,14 @@ class Learner:
                 "the weights are not all finite numbers, so they are neither kept nor published: lower the "
                 "learning rate and resume from an earlier checkpoint"
             )
+
+
+def _laid_out_as(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return `whole`, the same on all ranks, sharded and placed as `parameter` is."""
+    whole = whole.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _reference(model_dir: Path, config: TrainingConfig, world: World) -> TrainedModel:

@@ -21,7 +21,15 @@ class MethodCall(msgspec.Struct, frozen=True, tag="run"):
     """Request to run a method of the learner that gives no figures."""
 
     method: Literal[
-        "compile_step", "end_supervised", "stage", "write_state", "save", "load", "export"
+        "compile_step",
+        "end_supervised",
+        "stage",
+        "write_state",
+        "write_masters",
+        "read_masters",
+        "save",
+        "load",
+        "export",
     ]
     path: str = ""
     """The file or directory that it writes or reads; empty if it takes none."""
@@ -110,7 +118,7 @@ LearnerCall = (
 def changes_nothing(call: object) -> bool:
     """Return whether the learner stays as it is: if one rank alone fails, all go on."""
     if isinstance(call, MethodCall):
-        return call.method in ("write_state", "save", "export")
+        return call.method in ("write_state", "write_masters", "save", "export")
     return isinstance(call, EvaluateCall | WriteSnapshotCall)
 
 
@@ -147,6 +155,14 @@ class LearnerBackend(ABC):
     async def adopt(self, file: Path, step: int) -> None:
         """See TrainBackend."""
         await self._perform(AdoptCall(absolute(file), step))
+
+    async def write_masters(self, file: Path) -> None:
+        """Write the fp32 masters of all trained parameters, whole, as safetensors."""
+        await self._perform(MethodCall("write_masters", absolute(file)))
+
+    async def read_masters(self, file: Path) -> None:
+        """Set all masters to those of a file that write_masters() wrote; moments and step stay."""
+        await self._perform(MethodCall("read_masters", absolute(file)))
 
     async def export(self, directory: Path) -> None:
         """Write the bf16 policy in Hugging Face format, tokenizer and config included."""

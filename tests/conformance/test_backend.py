@@ -4,6 +4,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from support.counting_backend import CountingBackend
@@ -17,9 +18,9 @@ from primerl.node.training.backend import TrainBackend, TrainBatch
 from primerl.node.training.fsdp_backend import FsdpBackend
 from primerl.node.training.local_backend import LocalBackend
 from primerl.node.training.rank_group import RankGroup
-from primerl.node.weights.checkpoint import write_checkpoint
+from primerl.node.weights.checkpoint import read_checkpoint, write_checkpoint
 from primerl.node.weights.codec import encode_delta
-from primerl.node.weights.state import digests
+from primerl.node.weights.state import Tensor, digests
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -210,6 +211,41 @@ async def test_a_published_policy_is_taken_over_with_an_older_optimizer(
     await resumed.step(batch(4))
     assert digests(await resumed.state()) != published
     await resumed.close()
+
+
+async def test_masters_that_were_written_are_taken_over_bit_by_bit(
+    make: Make, model_dir: Path, tmp_path: Path
+) -> None:
+    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    backend = make()
+    await backend.start(model_dir)
+    await backend.step(batch(1))
+    await backend.write_masters(first)
+    policy = digests(await backend.state())
+    await backend.step(batch(2))
+    assert digests(await backend.state()) != policy
+    await backend.read_masters(first)
+    await backend.write_masters(again)
+    assert digests(await backend.state()) == policy
+    masters = read_checkpoint(first)
+    assert {tensor.dtype for tensor in masters.values()} == {"F32"}
+    assert digests(read_checkpoint(again)) == digests(masters)
+    await backend.step(batch(3))
+    await backend.close()
+
+
+async def test_masters_of_another_model_are_an_engine_error(
+    make: Make, model_dir: Path, tmp_path: Path
+) -> None:
+    backend = make()
+    await backend.start(model_dir)
+    policy = digests(await backend.state())
+    file = tmp_path / "masters.safetensors"
+    write_checkpoint(file, {"other": Tensor("F32", (8,), np.zeros(8, "<u4"))})
+    with pytest.raises(EngineError, match="of another model"):
+        await backend.read_masters(file)
+    assert digests(await backend.state()) == policy
+    await backend.close()
 
 
 async def test_an_evaluation_counts_the_tokens_and_teaches_nothing(backend: TrainBackend) -> None:
