@@ -43,6 +43,9 @@ class Purpose(StrEnum):
     RETIREMENT = "retirement"
     SUCCESSION = "succession"
     LEADERS = "leaders"
+    ASSIGNMENT = "assignment"
+    CONTRIBUTION = "contribution"
+    OUTER_STEP = "outer_step"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

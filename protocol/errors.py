@@ -61,6 +61,8 @@ class Reason(StrEnum):
     RUN_ENDED = "run_ended"
     KEY_IN_USE = "key_in_use"
     KEY_RETIRED = "key_retired"
+    BAD_CONTRIBUTION = "bad_contribution"
+    WRONG_MERGE = "wrong_merge"
 
 
 class ProtocolError(Exception):

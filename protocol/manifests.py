@@ -14,7 +14,7 @@ from .version import MAX_ADDRESSES, MAX_CHUNK, MAX_MANIFEST, MAX_NAME
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Version = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Role = Literal["inference", "trainer", "validator", "server", "standby"]
+Role = Literal["inference", "trainer", "validator", "server", "standby", "learner"]
 UnixSeconds = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Bound = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
@@ -26,6 +26,11 @@ MAX_ENVIRONMENTS = 64
 GroupSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 MAX_RANK = 1024
 """Highest rank of adapters; higher ones save nothing."""
+MAX_LEARNERS = 15
+"""Most learners of a run beside its trainer."""
+MAX_CONTRIBUTION = 32 * 1024
+"""Bytes of a sealed Contribution, nearly all of them names of chunks."""
+MAX_CONTRIBUTIONS = MAX_LEARNERS + 1
 Addresses = Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
@@ -218,6 +223,17 @@ class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[int, msgspec.Meta(ge=2, le=2**24)]
 
 
+class LearnersContract(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The nodes that train a run together with its trainer, and how what they learned becomes a version."""
+
+    nodes: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1, max_length=MAX_LEARNERS)]
+    inner_steps: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    """Optimizer steps of each learner from one version to the next."""
+    outer_lr: Annotated[float, msgspec.Meta(gt=0, le=10)]
+    outer_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)]
+    """Nesterov's, of the outer step: m <- momentum m + g, masters <- masters - lr (g + momentum m)."""
+
+
 class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The definition of a run. Its digest is the run id, so nothing in it can change.
 
@@ -248,6 +264,8 @@ class RunManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     none."""
     root: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     """The key that certifies leaders, kept off the network; empty: the trainer's own does."""
+    learners: LearnersContract | None = None
+    """None: the trainer alone trains."""
 
 
 def encode(document: msgspec.Struct) -> bytes:
@@ -296,6 +314,31 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return version if self.version < 0 else self.version
 
 
+class WeighedContribution(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A contribution, as its learner sealed it, and its weight in an outer step."""
+
+    sealed: Annotated[bytes, msgspec.Meta(max_length=MAX_CONTRIBUTION)]
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    """Its share of the tokens of the outer step; less where it was clipped."""
+
+
+class OuterStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the fp32 state of a version was made: anybody who has the state before can compute it again.
+
+    The outer state is the masters and their momentum; node/training/outer.py makes the step.
+    """
+
+    term: Version
+    version: Version
+    before: Digest
+    """Digest of the outer state before; that of `after` where nothing was merged, as at the start."""
+    after: Digest
+    contributions: Annotated[
+        tuple[WeighedContribution, ...], msgspec.Meta(max_length=MAX_CONTRIBUTIONS)
+    ] = ()
+    """In the order of their sum."""
+
+
 class PolicyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything about one policy version; named by the digest in its head."""
 
@@ -304,6 +347,8 @@ class PolicyManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: Digest
     tensors: Annotated[tuple[TensorInfo, ...], msgspec.Meta(max_length=2**18)]
     artifacts: Annotated[tuple[Artifact, ...], msgspec.Meta(min_length=1, max_length=16)]
+    outer: OuterStep | msgspec.UnsetType = msgspec.UNSET
+    """Set in runs with learners."""
 
 
 class PolicyHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

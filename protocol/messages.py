@@ -12,7 +12,17 @@ from ..crypto.keys import NodeId
 from .audits import MAX_CHOSEN, MAX_REPORT, Place
 from .errors import Reason
 from .leaders import MAX_LEADERS
-from .manifests import MAX_ENVIRONMENTS, ChunkRef, Count, Name, Role, UnixSeconds, Version
+from .manifests import (
+    MAX_CONTRIBUTION,
+    MAX_CONTRIBUTIONS,
+    MAX_ENVIRONMENTS,
+    ChunkRef,
+    Count,
+    Name,
+    Role,
+    UnixSeconds,
+    Version,
+)
 from .numerics import MAX_CLASSES, NumericsClass
 from .pipelines import MAX_STAGES, StageOffer
 from .version import (
@@ -38,6 +48,7 @@ MAX_SHELF = 256
 """Policy versions that a validator may say it holds."""
 MAX_BACKUP_CHUNKS = 2**15
 """Chunks of one file of a backup; a message holds about 20,000 in all."""
+MAX_OUTER_STEP = MAX_CONTRIBUTIONS * (MAX_CONTRIBUTION + KIB)
 MAX_PROBE = 512 * KIB
 """Bytes of a probe, one way."""
 MAX_WATCHED = 4096
@@ -306,6 +317,58 @@ class Backup(Message, frozen=True):
     """Of published versions and of the model: they are in the trainer's store."""
 
 
+class GetAssignment(Message, frozen=True):
+    """A learner that has this outer state asks what to do next. The answer may take ASSIGNMENT_WAIT_S."""
+
+    term: Version
+    version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
+    """-1: it has none."""
+    outer: Digest
+
+
+ASSIGNMENT_WAIT_S = 10.0
+
+
+class AssignmentWait(Message, frozen=True, omit_defaults=True):
+    """There is nothing to train on yet: ask again."""
+
+    retry_after_ms: Annotated[int, msgspec.Meta(ge=0, le=600_000)]
+    why: Name = ""
+
+
+class Assigned(Message, frozen=True):
+    """Train on this."""
+
+    assignment: Annotated[bytes, msgspec.Meta(max_length=MAX_SEALED)]
+    """The sealed Assignment."""
+
+
+class Stepped(Message, frozen=True, omit_defaults=True):
+    """The outer state that you have has a successor: make the same step."""
+
+    step: Annotated[bytes, msgspec.Meta(max_length=MAX_OUTER_STEP)]
+    """The sealed OuterStep."""
+    why: Name = ""
+    """Why your own contribution is not in it, if you sent one."""
+
+
+class FetchOuter(Message, frozen=True):
+    """Your outer state leads nowhere: take this one, and these settings."""
+
+    term: Version
+    table: ChunkRef
+    """An encoded PolicyManifest of the outer state, whose one artifact is a snapshot."""
+    settings: Annotated[bytes, msgspec.Meta(max_length=MAX_SEALED)]
+    """LearnerSettings as JSON (node/training/rounds.py)."""
+
+
+class Contribute(Message, frozen=True):
+    """I have trained on my assignment; fetch the chunks from me."""
+
+    contribution: Annotated[bytes, msgspec.Meta(max_length=MAX_CONTRIBUTION)]
+    """The sealed Contribution."""
+
+
 class OfferStage(Message, frozen=True):
     """I have memory for some layers; or, with a plan that I am in, I tell that it does not work."""
 
@@ -481,6 +544,8 @@ ControlRequest = (
     | GetBounds
     | RetireKey
     | GetBackup
+    | GetAssignment
+    | Contribute
 )
 """Requests that may open a stream on ALPN_CONTROL."""
 PipelineRequest = OpenLine | PrepareVersion | Probe

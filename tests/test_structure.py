@@ -36,7 +36,7 @@ LAYERS: list[list[list[str]]] = [
     [["node.environments"], ["node.training"], ["node.pipeline"]],
     [["node.api"], ["node.sft"], ["node.verification"]],
     [["node.evaluation"]],
-    [["node.trainer"], ["node.worker"], ["node.standby"]],
+    [["node.trainer"], ["node.worker"], ["node.standby"], ["node.learner"]],
     [["node.validator"]],
     [["node.reports"]],
     [["node.app", "node.launch"]],

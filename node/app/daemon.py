@@ -110,13 +110,19 @@ async def join(
     from ..inference.build import build_engine
     from ..inference.hosted import begun_ahead
     from .factories import sandboxed
+    from .learner import LearnerNode
     from .standby import StandbyNode
     from .validator import ValidatorNode
     from .worker import WorkerNode
 
     check_monitors(config.monitors)
     is_worker = config.role == "inference"
-    kinds = {"inference": WorkerNode, "validator": ValidatorNode, "standby": StandbyNode}
+    kinds = {
+        "inference": WorkerNode,
+        "validator": ValidatorNode,
+        "standby": StandbyNode,
+        "learner": LearnerNode,
+    }
     data_dir = config.data_dir or home_directory() / ".primerl"
     configure(config.log, data_dir / "logs" / f"{'worker' if is_worker else config.role}.jsonl")
     share_python()

@@ -4,7 +4,7 @@ Nothing heavy is imported before a factory is called.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from ...protocol.version import ALPN_BLOBS, ALPN_CONTROL, ALPN_PIPELINE, SPOKEN,
 from ..config.paths import home_directory
 from ..config.run import EngineConfig, EnvironmentConfig, JoinConfig, NetworkConfig, RunConfig
 from ..config.sft import SftConfig
+from ..config.training import TrainingConfig
 from ..environments.environment import Environment, EnvironmentFailed
 from ..environments.hosted import HostedEnvironment
 from ..environments.judge_model import Judges
@@ -33,6 +34,7 @@ from ..p2p.transport import Transport
 from ..pipeline.hosted_stage import HeadEngine, HostedHead, HostedStage
 from ..storage.ledger import Ledger
 from ..training.backend import SampleTerms, TrainBackend, resolve_backend
+from ..training.rounds import LearnerSettings
 from ..verification.auditor import Auditor
 from ..verification.envelope import Reader
 
@@ -113,21 +115,38 @@ def make_backend(
     config: RunConfig | SftConfig, gpus: Callable[[], Sequence[str]] = usable
 ) -> TrainBackend:
     """Make the trainer backend of a run, not started; `gpus` names those that it may use. Raises UsageError."""
-    temperature, own = 1.0, dict[str, SampleTerms]()
+    temperature, own, steps = 1.0, dict[str, SampleTerms](), config.max_steps
     if isinstance(config, RunConfig):
         temperature, own = config.sampling.temperature, sample_terms(config)
-    training = resolve_backend(config.training, gpus)
+        steps *= config.learners.inner_steps if config.learners.nodes else 1
+    return learning_backend(config.training, steps, config.seed, temperature, own, gpus)
+
+
+def learning_backend(
+    config: TrainingConfig,
+    max_steps: int,
+    seed: int,
+    temperature: float,
+    own: Mapping[str, SampleTerms],
+    gpus: Callable[[], Sequence[str]] = usable,
+) -> TrainBackend:
+    """Make a backend for `max_steps` optimizer steps. Raises UsageError."""
+    training = resolve_backend(config, gpus)
     if training.backend == "fsdp":
         from ..training.fsdp_backend import FsdpBackend
 
-        return FsdpBackend(
-            training, max_steps=config.max_steps, seed=config.seed, temperature=temperature, own=own
-        )
-    from ..training.local_backend import LocalBackend
+        kind = FsdpBackend
+    else:
+        from ..training.local_backend import LocalBackend
 
-    return LocalBackend(
-        training, max_steps=config.max_steps, seed=config.seed, temperature=temperature, own=own
-    )
+        kind = LocalBackend
+    return kind(training, max_steps=max_steps, seed=seed, temperature=temperature, own=own)
+
+
+def make_learner(config: TrainingConfig, settings: LearnerSettings) -> TrainBackend:
+    """Make the backend of a learner, not started. Raises UsageError."""
+    terms = settings.temperature, settings.own
+    return learning_backend(config, settings.max_steps, settings.seed, *terms)
 
 
 def sample_terms(config: RunConfig) -> dict[str, SampleTerms]:
@@ -227,6 +246,7 @@ class Factories:
     reader: Callable[[EngineConfig, float], Reader | None] = make_reader
     """None: nothing reads texts in float32, and a run has no envelope."""
     backend: Callable[[RunConfig], TrainBackend] = make_backend
+    learner: Callable[[TrainingConfig, LearnerSettings], TrainBackend] = make_learner
     ledger: MakeLedger = Ledger
     timeouts: NodeTimeouts = NodeTimeouts()
     wire: WireRange = SPOKEN

@@ -50,16 +50,24 @@ from ..reports import summary
 from ..sft.data import MixedReader, check_mixed, open_mixed
 from ..storage.ledger import Ledger
 from ..storage.rollouts import RolloutFiles, StepSettings
-from ..storage.run_files import EVALUATIONS, ROLLOUTS, begun_on, is_copy, weights_dir
+from ..storage.run_files import (
+    CHECKPOINTS,
+    EVALUATIONS,
+    ROLLOUTS,
+    begun_on,
+    is_copy,
+    weights_dir,
+)
 from ..tasks import end_tasks
 from ..trainer import run_manifest
 from ..trainer.audits import AuditQueue, RemoteAuditors
 from ..trainer.backups import Backups
 from ..trainer.demonstrations import Demonstrations, Hints, Teacher
 from ..trainer.kept_rollouts import RolloutKeeper
+from ..trainer.learners import LearnerDesk, LearnerRounds
 from ..trainer.lease_book import LeaseBook, TaskQueue
 from ..trainer.loop import TrainerRole, newest_step, open_checkpoints, open_resume_points
-from ..trainer.publisher import Publisher
+from ..trainer.publisher import Publisher, no_outer_step
 from ..trainer.requests import ControlHandler
 from ..trainer.scheduler import LeaseDemand, LeaseScheduler, TaskSupply, lease_policy
 from ..trainer.state import LEASES_PER_BOOT, Progress, check_ledger
@@ -70,6 +78,7 @@ from ..trainer.workers import WorkerRegistry
 from ..training.buffer import RolloutBuffer, buffer_capacity
 from ..training.curriculum import Curriculum
 from ..training.restarts import Restarts, until_done
+from ..training.rounds import LearnerSettings
 from ..verification.duplicates import CopyDetector
 from ..verification.envelope import NoiseEnvelope, Reader
 from ..verification.local_audits import LocalAudits, RoutedAuditor
@@ -77,7 +86,7 @@ from ..verification.self_calibration import SelfCalibration
 from ..verification.verifier import Readings, Verifier
 from ..weights.encoders import Encoders
 from . import rundir
-from .factories import Factories, auditing, sandboxed
+from .factories import Factories, auditing, sample_terms, sandboxed
 from .issuing_node import IssuingNode
 from .page_queries import PageQueries
 from .services import open_store
@@ -315,7 +324,7 @@ class TrainerNode(IssuingNode):
         super().__init__(config, key, data_dir, "trainer")
         self.queries = {**self.queries, **PageQueries(data_dir, config.run_dir).all()}
         self.farewell = Farewell()
-        self._config = config
+        self._config = config.in_versions()
         self._announce = announce
         self._factories = factories or sandboxed(config, judged=True)
         self._clock = PhaseClock(began(int(os.environ.get(PARENT_VARIABLE) or os.getpid())))
@@ -608,10 +617,24 @@ class TrainerNode(IssuingNode):
             seed=config.seed,
         )
         boot = services.ledger.count_boot()
+        desk = self._desk(run)
+        backend = self._backend
+        rounds: LearnerRounds | None = None
+        if desk is not None:
+            directory = config.run_dir / CHECKPOINTS
+            backend = rounds = LearnerRounds(
+                self._backend,
+                desk,
+                config.learners,
+                directory,
+                own=self.key.node_id,
+                term=lambda: publisher.order[0],
+            )
         publisher = Publisher(
             services,
             keep_states=held_versions(config.rollouts.max_off_policy_steps),
             encoders=self._encoders,
+            outer_step=no_outer_step if rounds is None else rounds.outer_step,
         )
         curricula = {
             name: Curriculum(training, environment=name, seed=config.seed)
@@ -669,7 +692,7 @@ class TrainerNode(IssuingNode):
             config,
             scheduler,
             submissions,
-            self._backend,
+            backend,
             publisher,
             run.metrics,
             evaluation,
@@ -685,9 +708,9 @@ class TrainerNode(IssuingNode):
             announced=lambda: services.heads.order()[1],
         )
         receiver = SubmissionReceiver(scheduler, submissions, boot)
-        handler = ControlHandler(scheduler, receiver, backups, self._hand_over)
+        handler = ControlHandler(scheduler, receiver, backups, self._hand_over, desk)
         startup = Startup(
-            config, run.environments, self._backend, run.evaluator, self._clock, self._enter
+            config, run.environments, backend, run.evaluator, self._clock, self._enter
         )
         async with evaluation, asyncio.TaskGroup() as group:
             background = [
@@ -731,6 +754,20 @@ class TrainerNode(IssuingNode):
             )
             for task in background:
                 task.cancel()
+
+    def _desk(self, run: TrainingRun) -> LearnerDesk | None:
+        """Make the desk of the run's learners; None if this node trains alone."""
+        contract, config = run.documents.manifest.learners, self._config
+        if contract is None:
+            return None
+        settings = LearnerSettings(
+            config.training.model_dump_json(),
+            config.max_steps * contract.inner_steps,
+            config.seed,
+            config.sampling.temperature,
+            sample_terms(config),
+        )
+        return LearnerDesk(run.services, contract, settings)
 
     async def _until_handed_over(self, training: Coroutine[None, None, None]) -> None:
         """Train until the end, or until the run is handed over. Raises SteppedDown then."""

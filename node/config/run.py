@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...protocol.manifests import MAX_NODE_NAME
+from ...protocol.manifests import MAX_LEARNERS, MAX_NODE_NAME
 from .base import BaseConfig
 from .chat_api import JudgeConfig
 from .engine import (
@@ -396,6 +396,27 @@ class WarmupConfig(BaseConfig):
     """Training prompts per measurement."""
 
 
+NodeIdText = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class LearnersConfig(BaseConfig):
+    """Other nodes that train the run together with its trainer: `join --role learner` on each."""
+
+    nodes: Annotated[list[NodeIdText], Field(max_length=MAX_LEARNERS)] = []
+    """Their ids, which `primerl-node id` prints; fixed for the run. The trainer itself always trains, too."""
+    inner_steps: Annotated[int, Field(ge=1, le=64)] = 4
+    """Optimizer steps of each learner from one version to the next. A batch is divided among all of them; the
+    staleness that rollouts.max_off_policy_steps bounds counts them."""
+    quorum: Positive = 1
+    """Contributions, the trainer's among them, that a version waits for."""
+    grace_s: Seconds = 60.0
+    """Longest time to wait, with a quorum, for a learner that is late: then this version is made without it."""
+    outer_lr: Annotated[float, Field(gt=0, le=10)] = 0.7
+    """Learning rate of the outer step (Nesterov) on what all learners contributed."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Its momentum."""
+
+
 class WeightsConfig(BaseConfig):
     """Transfer and storage of policy versions."""
 
@@ -618,9 +639,9 @@ class AllowedConfig(BaseConfig):
 class JoinConfig(NodeConfig):
     """`primerl-node join`."""
 
-    role: Literal["inference", "validator", "standby"] = "inference"
+    role: Literal["inference", "validator", "standby", "learner"] = "inference"
     """`inference` generates rollouts; `validator` audits those of others; `standby` keeps a copy of the run,
-    and leads it if its trainer is lost."""
+    and leads it if its trainer is lost; `learner` trains it together with its trainer."""
     ticket: str = ""
     """The join ticket that the trainer printed, or a file or an https link that holds it."""
     limits: LimitsConfig = LimitsConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
@@ -636,6 +657,8 @@ class JoinConfig(NodeConfig):
     """File with what differs on this standby's machine from the trainer's config, if it has to lead the run:
     devices, paths."""
     pp: PipelineConfig = PipelineConfig()
+    training: TrainingConfig = TrainingConfig()
+    """Of a learner: the keys that say where it computes (device, backend, fsdp, ..); the rest is the run's."""
 
     @model_validator(mode="after")
     def _is_one_kind_of_many(self) -> "JoinConfig":
@@ -666,6 +689,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
     training: TrainingConfig = TrainingConfig()
     warmup: WarmupConfig | None = None
     verification: VerificationConfig = VerificationConfig()
+    learners: LearnersConfig = LearnersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
@@ -769,6 +793,47 @@ class RunConfig(NodeConfig, OwnRunConfig):
         holds_teacher = common.needs_reference and common.endpoint is None
         endpoints = loss.endpoint is not None and not holds_teacher
         return endpoints or loss.reference_key == common.reference_key
+
+    def in_versions(self) -> "RunConfig":
+        """Return this config with the bound of staleness in versions, each of which is several inner steps."""
+        if not self.learners.nodes:
+            return self
+        versions = (self.rollouts.max_off_policy_steps + 1) // self.learners.inner_steps - 1
+        update = {"max_off_policy_steps": versions}
+        return self.model_copy(update={"rollouts": self.rollouts.model_copy(update=update)})
+
+    @model_validator(mode="after")
+    def _check_learners(self) -> "RunConfig":
+        learners, rollouts = self.learners, self.rollouts
+        if not learners.nodes:
+            return self
+        parts = learners.inner_steps * (1 + len(learners.nodes))
+        if len(set(learners.nodes)) < len(learners.nodes):
+            raise ValueError("learners.nodes names a node twice")
+        if learners.quorum > 1 + len(learners.nodes):
+            raise ValueError(
+                "learners.quorum is above the number of learners, the trainer among them"
+            )
+        if rollouts.groups_per_batch < parts:
+            raise ValueError(
+                f"{parts} inner steps of all learners share a batch: set rollouts.groups_per_batch to at least "
+                "that"
+            )
+        if rollouts.max_off_policy_steps < learners.inner_steps - 1:
+            raise ValueError(
+                "the last of the inner steps would be beyond rollouts.max_off_policy_steps: set that to at "
+                f"least {learners.inner_steps - 1}, or lower learners.inner_steps"
+            )
+        if self.checkpoint.interval > 1:
+            raise ValueError(
+                "what learners contributed is resumed from checkpoints alone: set checkpoint.interval to 1"
+            )
+        losses = [own.loss for own in self.training_on().values()]
+        if any(loss.type == "custom" or loss.loads_reference for loss in losses):
+            raise ValueError(
+                "a loss of your own, or one with a reference model, is not for runs with learners"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_lengths(self) -> "RunConfig":

@@ -13,7 +13,6 @@ from ...crypto.hashing import NO_DIGEST, short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import (
     AdapterContract,
-    Artifact,
     ChunkRef,
     PolicyManifest,
     RunManifest,
@@ -25,9 +24,9 @@ from ..config.training import LoraConfig
 from ..errors import BAD_FILE, EngineError
 from ..storage.chunk_store import Store, read_chunk
 from ..weights.adapters import adapter_shapes
+from ..weights.artifacts import store_artifact
 from ..weights.checkpoint import write_checkpoint
-from ..weights.codec import CODEC, encode_full
-from ..weights.payload import cut
+from ..weights.codec import encode_full
 from ..weights.replica import WeightReplica, prove, tensor_table
 from ..weights.state import WeightsError
 
@@ -47,10 +46,7 @@ def publish(config: LoraConfig, store: Store, model_dir: Path) -> tuple[bytes, A
     state = huggingface.policy_state(model, view=True)
     adapter_shapes({name: tensor.shape for name, tensor in state.items()}, config)
     policy = prove(0, state, threads=_threads())
-    payload = encode_full(state, threads=_threads())
-    chunks = [ChunkRef(store.put(part), len(part)) for part in cut(payload)]
-    size = sum(chunk.size for chunk in chunks)
-    snapshot = Artifact("anchor", -1, NO_DIGEST, CODEC, size, tuple(chunks))
+    snapshot = store_artifact(store, encode_full(state, threads=_threads()))
     table = PolicyManifest(NO_DIGEST, 0, policy.digest, tensor_table(policy), (snapshot,))
     document = check_sizes(encode(table), MAX_CHUNK)
     return policy.digest, AdapterContract(

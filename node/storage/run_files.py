@@ -81,7 +81,7 @@ _RUN = "|".join(
         r"\.?(config\.json|ticket\.txt|metrics\.jsonl|summary\.json|evaluations\.jsonl)(\.partial)?",
         rf"\.primerl-copy|reward\.png|\.reward\.png\.tmp|judge\.db{_DATABASE}|{_LOG}|{_WANDB}",
         rf"checkpoints/(void_\d+/)?{_STEP}/{_CHECKPOINT}",
-        r"checkpoints/(\.?step_\d+\.resume(\.partial)?|policy\.safetensors)",
+        r"checkpoints/(\.?step_\d+\.resume(\.partial)?|(policy|masters)\.safetensors)",
         rf"weights/{_STEP}/(merged(\.partial)?/)?{_MODEL}",
         rf"model/\.?{_MODEL}(\.partial)?",
         r"rollouts/(step_\d{6,}\.parquet|\.step_\d{6,}\.parquet\.partial)",

@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 
 from ...crypto.hashing import NO_DIGEST, digest, short
 from ...protocol.envelope import Purpose
 from ...protocol.manifests import (
     Artifact,
     ChunkRef,
+    OuterStep,
     PolicyHead,
     PolicyManifest,
     check_sizes,
@@ -61,6 +62,11 @@ class PublisherLimits:
     chunk_bytes: int = LARGEST_CHUNK
 
 
+def no_outer_step(_epoch: int, _version: int) -> OuterStep | UnsetType:
+    """Return that a version was made by its trainer alone."""
+    return UNSET
+
+
 class Publisher:
     """Publishes states as versions, and keeps the chain that late joiners need."""
 
@@ -71,9 +77,11 @@ class Publisher:
         keep_states: int,
         encoders: Encoders | None = None,
         limits: PublisherLimits = PublisherLimits(),
+        outer_step: Callable[[int, int], OuterStep | UnsetType] = no_outer_step,
     ) -> None:
         """`keep_states` newest states stay in memory for audits, the older ones as differences.
 
+        `outer_step` returns how the outer state of a version was made, by epoch and version.
         Large deltas are coded by `encoders`, which the caller closes; without them by one thread.
         """
         self._services = services
@@ -83,6 +91,7 @@ class Publisher:
         self._limits = limits
         self._keep_states = keep_states
         self._encoders = encoders or Encoders(1)
+        self._outer_step = outer_step
         self._chain = VersionChain()
         self._policy: Policy = EMPTY
         self._epoch = 0
@@ -197,7 +206,12 @@ class Publisher:
             done, self._snapshot = self._snapshot, None
             artifacts.append(done.result())
         manifest = PolicyManifest(
-            self._services.run_id, version, policy.digest, tensor_table(policy), tuple(artifacts)
+            self._services.run_id,
+            version,
+            policy.digest,
+            tensor_table(policy),
+            tuple(artifacts),
+            self._outer_step(self._epoch, version),
         )
         document = check_sizes(encode(manifest), MAX_MANIFEST)
         await self._timed("store", lambda: asyncio.to_thread(self._store.put, document))

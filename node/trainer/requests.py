@@ -1,4 +1,4 @@
-"""Handler of the control requests of workers, validators, stages and standbys."""
+"""Handler of the control requests of workers, validators, stages, standbys and learners."""
 
 import asyncio
 import time
@@ -12,7 +12,9 @@ from ...protocol.messages import (
     AuditRequest,
     Backup,
     BackupWait,
+    Contribute,
     ControlRequest,
+    GetAssignment,
     GetBackup,
     GetBounds,
     GetHeads,
@@ -30,6 +32,7 @@ from ...protocol.messages import (
 from ..p2p.rpc import receive, send
 from ..p2p.transport import Stream
 from .backups import Backups
+from .learners import LearnerDesk
 from .scheduler import VERDICT_BYTES, LeaseScheduler
 from .submissions import SubmissionReceiver
 from .succession import HandOver
@@ -46,7 +49,9 @@ class ControlHandler:
         submissions: SubmissionReceiver,
         backups: Backups | None = None,
         hand_over: HandOver | None = None,
+        learners: LearnerDesk | None = None,
     ) -> None:
+        self._learners = learners
         self._hand_over = hand_over or HandOver(lambda: [])
         self._scheduler = scheduler
         self._registry = scheduler.registry
@@ -103,6 +108,12 @@ class ControlHandler:
             case GetBackup():
                 registry.get(peer)
                 reply = await self._backup(peer, request)
+            case GetAssignment():
+                registry.get(peer)
+                reply = await self._desk().answer(peer, request)
+            case Contribute():
+                registry.get(peer)
+                reply = self._desk().contribute(peer, request)
             case RetireKey():
                 await registry.retire(request.retirement)
                 await self._scheduler.work_changed()
@@ -125,6 +136,11 @@ class ControlHandler:
         if self._backups is None:
             raise RemoteProtocolError(Reason.NOT_ADMITTED, "there is nothing to back up here")
         return await self._backups.answer(peer, request)
+
+    def _desk(self) -> LearnerDesk:
+        if self._learners is None:
+            raise RemoteProtocolError(Reason.NOT_ADMITTED, "the trainer of this run trains alone")
+        return self._learners
 
     def _verdicts(self, peer: bytes, after: int) -> Verdicts:
         """Return a node's verdicts after a number, at most one reply's worth."""

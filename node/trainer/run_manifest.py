@@ -18,6 +18,7 @@ from ...protocol.manifests import (
     ChunkRef,
     EnvironmentContract,
     FileRef,
+    LearnersContract,
     ModelContract,
     RouteShape,
     RunLimits,
@@ -28,7 +29,13 @@ from ...protocol.manifests import (
 from ...protocol.messages import MAX_SEALED
 from ...protocol.trust import AdmittedHead, RunDocuments, leaders_of, read_documents
 from ...protocol.version import CLOCK_SKEW_S, KIB
-from ..config.run import EngineConfig, EnvironmentConfig, RunConfig, SamplingConfig
+from ..config.run import (
+    EngineConfig,
+    EnvironmentConfig,
+    LearnersConfig,
+    RunConfig,
+    SamplingConfig,
+)
 from ..config.training import LoraConfig
 from ..environments.allowed import environment_contracts, options_of
 from ..environments.chat import DATE, dated
@@ -68,6 +75,7 @@ async def documents(
     lora = config.training.lora
     if signed is not None:
         _check_root(config.checkpoint.root, signed.manifest)
+        _check_learners(config, signed.manifest)
         _check_files(config, signed.manifest, files, model_dir)
         _check_adapters(lora, signed.manifest.adapters)
         _check_routes(config.training.enable_router_replay, signed.manifest)
@@ -84,6 +92,8 @@ async def documents(
     else:
         base, adapters = await asyncio.to_thread(base_weights.publish, lora, store, model_dir)
     contract = await asyncio.to_thread(_model_contract, config, files, base, model_dir)
+    if key.node_id.hex() in config.learners.nodes:
+        raise UsageError("learners.nodes names this trainer, which always trains: leave it out")
     environments = await asyncio.to_thread(environment_contracts, config)
     longest = longest_sequence(config, position_count(model_dir))
     new = _new_manifest(config, key, contract, environments, longest)
@@ -169,6 +179,15 @@ def _check_root(wanted: str, run: RunManifest) -> None:
         begun = f"the root key {run.root.hex()}" if run.root else "no root key"
         raise UsageError(
             f"this run began with {begun}, now checkpoint.root is {wanted}: change it back, or {ANOTHER_RUN}"
+        )
+
+
+def _check_learners(config: RunConfig, run: RunManifest) -> None:
+    """Raise UsageError if the config has other learners than the run began with."""
+    if learners_contract(config.learners) != run.learners:
+        raise UsageError(
+            "this run began with other learners (nodes, inner_steps, outer_lr, outer_momentum of [learners]): "
+            f"change them back, or {ANOTHER_RUN}"
         )
 
 
@@ -362,4 +381,17 @@ def _new_manifest(
         max_steps=config.max_steps,
         nonce=secrets.token_bytes(32),
         root=bytes.fromhex(config.checkpoint.root),
+        learners=learners_contract(config.learners),
+    )
+
+
+def learners_contract(config: LearnersConfig) -> LearnersContract | None:
+    """Return what the manifest says of the learners of a run; None if its trainer trains alone."""
+    if not config.nodes:
+        return None
+    return LearnersContract(
+        nodes=tuple(bytes.fromhex(node) for node in config.nodes),
+        inner_steps=config.inner_steps,
+        outer_lr=config.outer_lr,
+        outer_momentum=config.outer_momentum,
     )

@@ -166,8 +166,11 @@ class TrainBackend(Protocol):
         """
         ...
 
-    async def read_masters(self, file: Path) -> None:
-        """Set all masters, bit by bit, to those of such a file; moments, step and RNG stay. Raises EngineError."""
+    async def read_masters(self, file: Path, step: int) -> None:
+        """Go on after `step` with the masters in such a file, bit by bit; moments and RNG stay.
+
+        Raises EngineError.
+        """
         ...
 
     async def export(self, directory: Path) -> None:

@@ -385,8 +385,8 @@ class Learner:
             except (OSError, SafetensorError) as error:
                 raise EngineError(f"{path} cannot be written: {error}") from error
 
-    def read_masters(self, path: Path) -> None:
-        """Set all masters to those of a file of write_masters(). Raises EngineError; nothing has changed then."""
+    def read_masters(self, path: Path, step: int) -> None:
+        """Go on after `step` with the masters of a file of write_masters(). Raises EngineError."""
         parameters = self._optimizer.parameters
         try:
             with safe_open(path, "pt") as tensors, torch.no_grad():
@@ -399,6 +399,7 @@ class Learner:
         except (OSError, SafetensorError) as error:
             raise EngineError(f"the masters in {path} are not taken over: {error}") from error
         self._model.settle()
+        self.step_done = step
         self._ruined = not self._is_finite()
 
     def close(self, *, keep_world: bool = False) -> None:

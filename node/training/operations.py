@@ -26,7 +26,6 @@ class MethodCall(msgspec.Struct, frozen=True, tag="run"):
         "stage",
         "write_state",
         "write_masters",
-        "read_masters",
         "save",
         "load",
         "export",
@@ -110,8 +109,26 @@ class AdoptCall(msgspec.Struct, frozen=True, tag="adopt"):
         return {}
 
 
+class ReadMastersCall(msgspec.Struct, frozen=True, tag="masters"):
+    """Request to go on with the masters in a file, after `step`."""
+
+    path: str
+    step: int
+
+    def perform(self, learner: "Learner") -> dict[str, float]:
+        """Take over the masters."""
+        learner.read_masters(Path(self.path), self.step)
+        return {}
+
+
 LearnerCall = (
-    AdoptCall | MethodCall | StepCall | EvaluateCall | SupervisedStepCall | WriteSnapshotCall
+    AdoptCall
+    | ReadMastersCall
+    | MethodCall
+    | StepCall
+    | EvaluateCall
+    | SupervisedStepCall
+    | WriteSnapshotCall
 )
 
 
@@ -160,9 +177,9 @@ class LearnerBackend(ABC):
         """Write the fp32 masters of all trained parameters, whole, as safetensors."""
         await self._perform(MethodCall("write_masters", absolute(file)))
 
-    async def read_masters(self, file: Path) -> None:
-        """Set all masters to those of a file that write_masters() wrote; moments and step stay."""
-        await self._perform(MethodCall("read_masters", absolute(file)))
+    async def read_masters(self, file: Path, step: int) -> None:
+        """See TrainBackend."""
+        await self._perform(ReadMastersCall(absolute(file), step))
 
     async def export(self, directory: Path) -> None:
         """Write the bf16 policy in Hugging Face format, tokenizer and config included."""

@@ -224,13 +224,13 @@ async def test_masters_that_were_written_are_taken_over_bit_by_bit(
     policy = digests(await backend.state())
     await backend.step(batch(2))
     assert digests(await backend.state()) != policy
-    await backend.read_masters(first)
+    await backend.read_masters(first, 1)
     await backend.write_masters(again)
     assert digests(await backend.state()) == policy
     masters = read_checkpoint(first)
     assert {tensor.dtype for tensor in masters.values()} == {"F32"}
     assert digests(read_checkpoint(again)) == digests(masters)
-    await backend.step(batch(3))
+    await backend.step(batch(2))
     await backend.close()
 
 
@@ -243,7 +243,7 @@ async def test_masters_of_another_model_are_an_engine_error(
     file = tmp_path / "masters.safetensors"
     write_checkpoint(file, {"other": Tensor("F32", (8,), np.zeros(8, "<u4"))})
     with pytest.raises(EngineError, match="of another model"):
-        await backend.read_masters(file)
+        await backend.read_masters(file, 1)
     assert digests(await backend.state()) == policy
     await backend.close()
 

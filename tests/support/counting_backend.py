@@ -119,13 +119,13 @@ class CountingBackend:
         bits = np.frombuffer(self._history, dtype="<u4").copy()
         write_checkpoint(file, {"history": Tensor("F32", bits.shape, bits)})
 
-    async def read_masters(self, file: Path) -> None:
+    async def read_masters(self, file: Path, step: int) -> None:
         """Go on with the history in `file`."""
         self._running()
         masters = read_checkpoint(file)
         if masters.keys() != {"history"}:
             raise EngineError(f"the masters in {file} are of another model")
-        self._history = masters["history"].data.tobytes()
+        self._step, self._history = step, masters["history"].data.tobytes()
 
     async def export(self, directory: Path) -> None:
         """Write the state as model.safetensors beside the contract files of the model directory."""

@@ -1,0 +1,1 @@
+"""A learner: a node that trains a run together with its trainer."""
