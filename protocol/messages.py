@@ -320,7 +320,6 @@ class Backup(Message, frozen=True):
 class GetAssignment(Message, frozen=True):
     """A learner that has this outer state asks what to do next. The answer may take ASSIGNMENT_WAIT_S."""
 
-    term: Version
     version: Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
     """-1: it has none."""
     outer: Digest

@@ -33,6 +33,16 @@ class LearnerNode(PeerNode):
         self._role: LearnerRole | None = None
         self._backend: TrainBackend | None = None
 
+    @property
+    def merged(self) -> int:
+        """Contributions of this start that are part of a version."""
+        return 0 if self._role is None else self._role.merged
+
+    @property
+    def version(self) -> int:
+        """Version that it trains from; -1 before the first."""
+        return -1 if self._role is None else self._role.version
+
     async def _take_part(self, joined: JoinedRun) -> None:
         run, own = joined.documents.manifest, self.key.node_id
         if run.learners is None or own not in run.learners.nodes:

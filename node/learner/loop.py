@@ -148,7 +148,7 @@ class LearnerRole:
         self._compare_with_published()
         outer = self._outer
         reply = await self._services.ask_trainer(
-            GetAssignment(self._term, self.version, NO_DIGEST if outer is None else outer.digest),
+            GetAssignment(self.version, NO_DIGEST if outer is None else outer.digest),
             Assigned | Stepped | FetchOuter | AssignmentWait,  # type: ignore[arg-type]
             deadline=ASK_TIMEOUT_S,
         )

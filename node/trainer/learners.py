@@ -98,6 +98,8 @@ logger = logging.getLogger(__name__)
 
 KEPT_STEPS = 8
 """Outer steps that a learner can make after the others; one that is further behind fetches the whole state."""
+MOST_STEPS = 64
+"""As many are kept after a state that is being fetched, or few small rounds would leave it behind."""
 EXPECTED_S = 60.0
 """A round waits for a learner that was heard with our outer state, or the one before, within this time."""
 MAX_STRIKES = 3
@@ -155,15 +157,15 @@ class LearnerDesk:
         self._heard: dict[bytes, float] = {}
         """When a learner was last heard that is with us."""
         self._changed = asyncio.Event()
-        self._steps: deque[tuple[bytes, bytes, list[bytes]]] = deque()
-        """Digest of the state before, sealed step, and chunks, of the newest outer steps."""
+        self._steps: deque[tuple[tuple[int, bytes], bytes, list[bytes]]] = deque()
+        """State before (version and digest), sealed step, and chunks, of the newest outer steps."""
         self._why: dict[bytes, str] = {}
         """Why a learner's newest contribution was not merged."""
         self._strikes = Counter[bytes]()
         self._rates: dict[bytes, float] = {}
         """Trained tokens a second."""
-        self._table: tuple[bytes, ChunkRef, list[bytes]] | None = None
-        """Outer state that can be fetched: its digest, its table, and its chunks."""
+        self._table: tuple[tuple[int, bytes], ChunkRef, list[bytes]] | None = None
+        """Outer state that can be fetched: version and digest, its table, and its chunks."""
         self._making: asyncio.Task[None] | None = None
         self.received = 0
         """Bytes of contributions."""
@@ -182,14 +184,10 @@ class LearnerDesk:
         if self.outer is None:
             await self._until_changed()
             return AssignmentWait(BUSY_MS, "the run has not begun to train")
-        if successor := self._successor(peer, request.outer):
+        if successor := self._successor(peer, (request.version, request.outer)):
             self._heard[peer] = self._clock()
             return successor
-        if (request.term, request.version, request.outer) != (
-            self.term,
-            self.outer.version,
-            self.outer.digest,
-        ):
+        if (request.version, request.outer) != self.outer.name:
             return self._offer()
         self._heard[peer] = self._clock()
         given = self._round.assigned.get(peer) if self._round else None
@@ -247,9 +245,9 @@ class LearnerDesk:
                 "no learner of this run: its trainer names them in learners.nodes when a run begins",
             )
 
-    def _successor(self, peer: bytes, before: bytes) -> Stepped | None:
-        for digest_before, sealed, _ in self._steps:
-            if digest_before == before:
+    def _successor(self, peer: bytes, state: tuple[int, bytes]) -> Stepped | None:
+        for before, sealed, _ in self._steps:
+            if before == state:
                 return Stepped(sealed, printable(self._why.get(peer, ""), MAX_NAME))
         return None
 
@@ -272,9 +270,7 @@ class LearnerDesk:
     def _offer(self) -> FetchOuter | AssignmentWait:
         """Return where our outer state is; first it has to be cut into chunks."""
         assert self.outer is not None
-        if self._table is not None and (
-            self._table[0] == self.outer.digest or self._successor(b"", self._table[0])
-        ):
+        if self._table is not None and (self._table[0] == self.outer.name or self._is_fetched()):
             return FetchOuter(self.term, self._table[1], self._settings)
         if self._making is None or self._making.done():
             self._making = asyncio.create_task(self._make_table(self.outer), name="outer state")
@@ -288,7 +284,7 @@ class LearnerDesk:
             return
         if self._table is not None:
             self._services.keep_chunks.difference_update(self._table[2])
-        self._table = (outer.digest, table, chunks)
+        self._table = (outer.name, table, chunks)
 
     def _store_outer(self, outer: OuterState) -> tuple[ChunkRef, list[bytes]]:
         services = self._services
@@ -468,13 +464,17 @@ class LearnerDesk:
         return outer, step
 
     def _add_step(self, current: Round, sealed: bytes) -> None:
-        self._steps.append((current.outer.digest, sealed, current.chunks))
-        if len(self._steps) > KEPT_STEPS:
+        self._steps.append((current.outer.name, sealed, current.chunks))
+        while len(self._steps) > (MOST_STEPS if self._is_fetched() else KEPT_STEPS):
             self._services.keep_chunks.difference_update(self._steps.popleft()[2])
         for node, future in self._waiting.items():
             if not future.done():
                 future.set_result(Stepped(sealed, printable(self._why.get(node, ""), MAX_NAME)))
         self._waiting.clear()
+
+    def _is_fetched(self) -> bool:
+        """Return whether steps after the state that can be fetched are still here."""
+        return self._table is not None and self._successor(b"", self._table[0]) is not None
 
     async def close(self) -> None:
         """End what is being fetched."""

@@ -87,6 +87,11 @@ class OuterState:
         return self.whole.digest
 
     @property
+    def name(self) -> tuple[int, bytes]:
+        """Version and digest: steps that change nothing have equal digests."""
+        return (self.version, self.digest)
+
+    @property
     def masters(self) -> State:
         """The masters by the learner's names."""
         return _part(self.whole.state, MASTERS)

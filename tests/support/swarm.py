@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +19,14 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import pytest
 from support.counting_environment import STOP, CountingEnvironment
+from support.drifting_backend import DriftingBackend
 from support.memory_network import MemoryNetwork, MemoryTransport
 from support.witness import Fakes, WitnessAuditor, WitnessBackend, WitnessEngine
 
 from primerl.crypto.keys import SecretKey
 from primerl.node.app import rundir
 from primerl.node.app.factories import Factories, MakeLedger, NodeTimeouts
+from primerl.node.app.learner import LearnerNode
 from primerl.node.app.standby import OWN_CONFIG, StandbyNode
 from primerl.node.app.trainer import Farewell, TrainerNode
 from primerl.node.app.worker import WorkerNode
@@ -189,6 +191,8 @@ class Swarm:
         self.ticket = ""
         self.workers: dict[str, Running] = {}
         self.standbys: dict[str, StandbyNode] = {}
+        self.learning: dict[str, DriftingBackend] = {}
+        """The newest backend of each learner."""
         self.root: SecretKey | None = None
         """The run's root key; None: that of its trainer."""
         self.listed: LeaderList | None = None
@@ -238,7 +242,8 @@ class Swarm:
 
     def make_backend(self) -> WitnessBackend:
         """Make the backend of a trainer that starts."""
-        return WitnessBackend(self.fakes)
+        learns = self.settings.get("learners")
+        return DriftingBackend(self.fakes) if learns else WitnessBackend(self.fakes)
 
     def read_ticket(self) -> Ticket:
         """Read and open the ticket."""
@@ -414,6 +419,32 @@ class Swarm:
         running.stop = node.request_stop
         running.task = asyncio.create_task(node.run())
         self.workers[name], self.standbys[name] = running, node
+        return node, running
+
+    def add_learner(
+        self, name: str, twist: Callable[[Any], Any] | None = None
+    ) -> tuple[LearnerNode, Running]:
+        """Start a learner; `twist` changes what it learned at each step."""
+        running = Running(key_of(name), self.directory / name)
+        config = JoinConfig.model_validate(
+            {
+                "role": "learner",
+                "ticket": self.ticket,
+                "network": CONFIG["network"],
+                "fsync": False,
+                "wait": True,
+            }
+        )
+
+        def make(_config: object, _settings: object) -> DriftingBackend:
+            self.learning[name] = DriftingBackend(self.fakes, twist)
+            return self.learning[name]
+
+        factories = replace(self._factories(running), learner=make)
+        node = LearnerNode(config, running.key, running.data_dir, factories)
+        running.stop = node.request_stop
+        running.task = asyncio.create_task(node.run())
+        self.workers[name] = running
         return node, running
 
     async def until_row(
