@@ -53,6 +53,7 @@ KNOWN = {
         "into a folder of backups, which it has just made",
     ),
     ("node/storage/rollouts.py", "unlink"): (1, "step_N.parquet that rollouts.keep says to drop"),
+    ("node/training/rounds.py", "unlink"): (2, "the file by which masters came or went"),
     ("node/training/checkpoint.py", "rename"): (2, "checkpoints that are set aside or put back"),
     ("node/training/checkpoint.py", "unlink"): (
         1,

@@ -36,6 +36,7 @@ from .paths import check_component, expand_home
 from .sandbox import SandboxConfig, WorkerSandboxConfig
 from .training import (
     Advantage,
+    ComputeConfig,
     LengthPenaltyConfig,
     LossConfig,
     OverlongConfig,
@@ -657,8 +658,8 @@ class JoinConfig(NodeConfig):
     """File with what differs on this standby's machine from the trainer's config, if it has to lead the run:
     devices, paths."""
     pp: PipelineConfig = PipelineConfig()
-    training: TrainingConfig = TrainingConfig()
-    """Of a learner: the keys that say where it computes (device, backend, fsdp, ..); the rest is the run's."""
+    training: ComputeConfig = ComputeConfig()
+    """Of a learner: where it computes; how it trains is the run's."""
 
     @model_validator(mode="after")
     def _is_one_kind_of_many(self) -> "JoinConfig":

@@ -374,13 +374,36 @@ Advantage = Literal[
 ]
 
 
-class TrainingConfig(BaseConfig):
-    """Settings of training."""
+class ComputeConfig(BaseConfig):
+    """Where and how a learner computes, which changes nothing of what it learns."""
 
     backend: Literal["auto", "local", "fsdp"] = "auto"
     """`auto`: on a GPU one rank in a process of its own, else `local`; `local`: in a thread of the daemon, on a
     CPU or one GPU; `fsdp`: torchrun ranks that share the model, or, with fsdp.ranks 1, one alone."""
     fsdp: FsdpConfig = FsdpConfig()
+    threads: Annotated[int, Field(ge=0)] = 0
+    """torch threads; 0: torch's default. 1 is best for small models."""
+    device: str = "auto"
+    """`auto`: cuda if available, else cpu."""
+    compile: bool | None = None
+    """torch.compile of each layer; default: on a GPU."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """`selective` keeps attention's output and recomputes the rest of a layer; `full` recomputes all of it."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Largest share of each GPU's memory that the learner takes; it frees its reuse cache before that."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's moments in the host's memory between steps."""
+    head_chunk: Positive = 8192
+    """Tokens with logits in memory at a time."""
+    context_parallel: Positive = 1
+    """Ranks that share one sequence; key-value heads are divided among them."""
+    expert_parallel: Positive = 1
+    """Ranks that divide the experts of a mixture among them, all or 1; tokens are sent instead of weights."""
+
+
+class TrainingConfig(ComputeConfig):
+    """Settings of training."""
+
     optimizer: Literal["adamw", "muon"] = "adamw"
     """`muon`: Muon for the matrices between embeddings and head, AdamW for the rest; steps are of the same size
     at the same lr. One rank only."""
@@ -430,26 +453,8 @@ class TrainingConfig(BaseConfig):
     bytes."""
     lora: LoraConfig | None = None
     """Train adapters of this shape in place of all weights."""
-    threads: Annotated[int, Field(ge=0)] = 0
-    """torch threads; 0: torch's default. 1 is best for small models."""
-    device: str = "auto"
-    """`auto`: cuda if available, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward; masters and optimizer are always fp32. `auto` is bfloat16 on a GPU."""
-    compile: bool | None = None
-    """torch.compile of each layer; default: on a GPU."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """`selective` keeps attention's output and recomputes the rest of a layer; `full` recomputes all of it."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Largest share of each GPU's memory that the learner takes; it frees its reuse cache before that."""
-    optimizer_offload: bool = False
-    """Keep the optimizer's moments in the host's memory between steps."""
-    head_chunk: Positive = 8192
-    """Tokens with logits in memory at a time."""
-    context_parallel: Positive = 1
-    """Ranks that share one sequence; key-value heads are divided among them."""
-    expert_parallel: Positive = 1
-    """Ranks that divide the experts of a mixture among them, all or 1; tokens are sent instead of weights."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time; slower on a GPU."""
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from ..config.training import TrainingConfig
+from ..config.training import ComputeConfig, TrainingConfig
 from ..errors import EngineError, StorageError
 from ..storage.chunk_store import Disk
 from ..weights.checkpoint import read_checkpoint, write_checkpoint
@@ -24,22 +24,6 @@ from .outer import Floats, Gated, OuterState, gate
 FILE = "masters.safetensors"
 OUTER, RESIDUAL = "outer.safetensors", "residual.safetensors"
 """Files in a checkpoint of the leader."""
-OWN = frozenset(
-    {
-        "backend",
-        "fsdp",
-        "threads",
-        "device",
-        "compile",
-        "activation_checkpointing",
-        "gpu_memory_utilization",
-        "optimizer_offload",
-        "head_chunk",
-        "context_parallel",
-        "expert_parallel",
-    }
-)
-"""Keys of [training] by which a learner says where it computes; all others are the run's."""
 LAST = ("optim/lr",)
 """Figures of which the last inner step's counts."""
 SUMS = ("tokens", "samples/malformed", "samples/too_long")
@@ -58,7 +42,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: float
     own: Annotated[dict[str, SampleTerms], msgspec.Meta(max_length=64)] = {}
 
-    def config(self, own: TrainingConfig) -> TrainingConfig:
+    def config(self, own: ComputeConfig) -> TrainingConfig:
         """Return the run's config with what `own` says of this machine. Raises EngineError."""
         try:
             config = TrainingConfig.model_validate_json(self.training)
@@ -72,7 +56,9 @@ class LearnerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "this run's loss is code of its trainer's, which no learner runs: its trainer has to name one "
                 "of the losses that come with primerl-node"
             )
-        return config.model_copy(update={name: getattr(own, name) for name in OWN})
+        return config.model_copy(
+            update={name: getattr(own, name) for name in ComputeConfig.model_fields}
+        )
 
 
 def split(samples: Sequence[Sample], shares: Sequence[float], inner_steps: int) -> list[Batches]:

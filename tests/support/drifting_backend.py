@@ -1,9 +1,9 @@
 """A trainer backend with masters that drift: each batch moves them in a direction of its own. No torch."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from support.witness import Fakes, WitnessBackend
 
 from primerl.crypto.hashing import digest
@@ -17,18 +17,17 @@ SIZE = 64
 NAMES = ("a", "b")
 SCALE = 1e-3
 MASTERS = "drifting.safetensors"
+Floats = NDArray[np.float32]
 
 
 class DriftingBackend(WitnessBackend):
-    """TrainBackend whose policy is its masters, rounded. `twist` changes what a step learned."""
+    """TrainBackend whose policy is its masters, rounded. What a step learned is multiplied by `factor`."""
 
-    def __init__(
-        self, fakes: Fakes, twist: "Callable[[np.ndarray], np.ndarray] | None" = None
-    ) -> None:
+    def __init__(self, fakes: Fakes, factor: float = 1.0) -> None:
         super().__init__(fakes)
-        self.masters = {name: np.ones(SIZE, np.float32) for name in NAMES}
-        self._twist = twist
-        self._staged: dict[str, np.ndarray] = {}
+        self.masters: dict[str, Floats] = {name: np.ones(SIZE, np.float32) for name in NAMES}
+        self._factor = factor
+        self._staged: dict[str, Floats] = {}
 
     async def step(self, batch: TrainBatch) -> StepMetrics:
         """Move every master by SCALE or so, mostly along the same way."""
@@ -38,9 +37,7 @@ class DriftingBackend(WitnessBackend):
                 seed = int.from_bytes(digest(self._history + name.encode())[:8], "little")
                 noise = np.random.default_rng(seed).standard_normal(SIZE)
                 move = (SCALE * (1 + 0.5 * noise)).astype(np.float32)
-                self.masters[name] = self.masters[name] + (
-                    self._twist(move) if self._twist else move
-                )
+                self.masters[name] = self.masters[name] + np.float32(self._factor) * move
         return figures
 
     def policy(self) -> State:
@@ -90,7 +87,7 @@ class DriftingBackend(WitnessBackend):
         self.masters = {name: own.data.view(np.float32) for name, own in masters.items()}
 
 
-def _state(masters: "dict[str, np.ndarray]") -> State:
+def _state(masters: dict[str, Floats]) -> State:
     return {
         name: Tensor("F32", own.shape, np.ascontiguousarray(own).view("<u4"))
         for name, own in masters.items()

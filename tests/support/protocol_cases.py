@@ -12,10 +12,12 @@ from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.keys import SecretKey, peer_id_text
 from primerl.protocol import audits, manifests, rollouts
 from primerl.protocol import messages as m
+from primerl.protocol.contributions import Assignment, Contribution
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.leaders import REMOVED, LeaderList, Leaders
 from primerl.protocol.leases import Lease, TaskRef, prompt_digest
+from primerl.protocol.manifests import LearnersContract, OuterStep, WeighedContribution
 from primerl.protocol.numerics import ClassBounds, NumericsClass
 from primerl.protocol.pipelines import PipelinePlan, PipelineShape, Stage, StageOffer
 from primerl.protocol.retirement import Retirement, Succession, retire
@@ -353,6 +355,30 @@ NEW_KEY = SecretKey.from_seed(bytes(31) + b"n")
 SUCCESSION = Succession(TO_WORKER, NOW)
 LISTED = LeaderList(2, (TRAINER.node_id, REMOVED, STRANGER.node_id), 120)
 LEADERS = Leaders(RUN, TRAINER.node_id)
+LEARNERS = LearnersContract((WORKER.node_id, STRANGER.node_id), 4, 0.5, 0.75)
+ASSIGNMENT = Assignment(1, 7, digest(b"state"), WORKER.node_id, 29, 4, 1000, (CHUNK,))
+SEALED_ASSIGNMENT = seal(
+    TRAINER, Purpose.ASSIGNMENT, RUN, ASSIGNMENT, recipient=WORKER.node_id, expires=NOW + 3600
+)
+CONTRIBUTION = Contribution(
+    digest(SEALED_ASSIGNMENT),
+    1,
+    7,
+    digest(b"state"),
+    990,
+    manifests.Artifact("delta", 7, digest(b"state"), "planes/3", CHUNK.size, (CHUNK,)),
+)
+OUTER_STEP = OuterStep(
+    1,
+    8,
+    digest(b"state"),
+    digest(b"the next state"),
+    (
+        WeighedContribution(
+            seal(WORKER, Purpose.CONTRIBUTION, RUN, CONTRIBUTION, expires=NOW + 3600), 1.0
+        ),
+    ),
+)
 ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.RUN: (TRAINER, MANIFEST, bytes(32)),
     Purpose.TICKET: (TRAINER, TICKET, bytes(32)),
@@ -370,6 +396,9 @@ ENVELOPES: dict[Purpose, tuple[SecretKey, Struct, bytes]] = {
     Purpose.RETIREMENT: (WORKER, RETIREMENT, bytes(32)),
     Purpose.SUCCESSION: (NEW_KEY, SUCCESSION, bytes(32)),
     Purpose.LEADERS: (TRAINER, LISTED, bytes(32)),
+    Purpose.ASSIGNMENT: (TRAINER, ASSIGNMENT, TO_WORKER),
+    Purpose.CONTRIBUTION: (WORKER, CONTRIBUTION, bytes(32)),
+    Purpose.OUTER_STEP: (TRAINER, OUTER_STEP, bytes(32)),
 }
 """Purpose -> signer, message and recipient."""
 
@@ -429,6 +458,12 @@ MESSAGES: tuple[m.Message, ...] = (
     m.GetBounds(),
     m.GetBackup(digest(b"the backup that it has")),
     m.BackupWait(2000),
+    m.GetAssignment(7, digest(b"state")),
+    m.AssignmentWait(2000),
+    m.Assigned(sealed(Purpose.ASSIGNMENT)),
+    m.Stepped(sealed(Purpose.OUTER_STEP)),
+    m.FetchOuter(1, CHUNK, b"{}"),
+    m.Contribute(sealed(Purpose.CONTRIBUTION)),
     m.Backup(7, (m.BackupFile("config.json", (CHUNK,)),), (CHUNK,)),
     m.MeasuredBounds((sealed(Purpose.BOUNDS),)),
     m.AuditRequest(1, (2, 3), STATS),

@@ -421,10 +421,8 @@ class Swarm:
         self.workers[name], self.standbys[name] = running, node
         return node, running
 
-    def add_learner(
-        self, name: str, twist: Callable[[Any], Any] | None = None
-    ) -> tuple[LearnerNode, Running]:
-        """Start a learner; `twist` changes what it learned at each step."""
+    def add_learner(self, name: str, factor: float = 1.0) -> tuple[LearnerNode, Running]:
+        """Start a learner; what it learns at each step is multiplied by `factor`."""
         running = Running(key_of(name), self.directory / name)
         config = JoinConfig.model_validate(
             {
@@ -437,7 +435,7 @@ class Swarm:
         )
 
         def make(_config: object, _settings: object) -> DriftingBackend:
-            self.learning[name] = DriftingBackend(self.fakes, twist)
+            self.learning[name] = DriftingBackend(self.fakes, factor)
             return self.learning[name]
 
         factories = replace(self._factories(running), learner=make)
