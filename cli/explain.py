@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ValidatorStanding,
         VerdictLine,
     )
+    from ..node.reports.merges import MergeProof
 
 SHORT = 10
 MAX_ROWS = 32
@@ -38,7 +39,8 @@ def run(
         typer.Argument(
             metavar="VERDICT",
             help="A lease id, or the first digits of a submission's digest or of a node's id (its latest "
-            "rejected one, or of a validator its standing); else the latest rejected one.",
+            "rejected one, or of a validator its standing); a learner's proof (wrong_merge.msgpack); else the "
+            "latest rejected one.",
         ),
     ] = "",
     data_dir: DataDir = None,
@@ -66,9 +68,13 @@ def run(
     """
     import msgspec
 
-    from ..node.reports import explain
+    from ..node.reports import explain, merges
     from .tables import write
 
+    if (file := Path(verdict.strip()).expanduser()).is_file():
+        proof = merges.explain(file)
+        encoded = msgspec.json.format(msgspec.json.encode(proof)).decode()
+        return typer.echo(encoded) if as_json else write(merge_proof(proof))
     directory = _directory(data_dir)
     validator = None if everything else explain.standing(directory, verdict.strip())
     verdicts = explain.listed(directory, last, verdict.strip()) if everything else None
@@ -84,6 +90,29 @@ def run(
         if not verdict.strip() and not shown.rejected:
             write("nothing was rejected; the latest accepted submission:\n")
         write(explanation(shown))
+
+
+def merge_proof(proof: "MergeProof") -> str:
+    """Describe a proof that a trainer merged wrongly."""
+    rows = [
+        f"  {row.node[:SHORT]}  {row.tokens:>9,} tokens  weight {row.weight:.4f}  {row.bytes:>12,} B"
+        for row in proof.contributions
+    ]
+    return "\n".join(
+        [
+            f"version {proof.version} of epoch {proof.epoch} was merged wrongly: {proof.why}",
+            "",
+            f"signed by   {proof.signer}",
+            f"of the run  {proof.run}",
+            *([f"from state  {proof.before}"] if proof.before else []),
+            f"signed      {proof.signed}",
+            f"computed    {proof.computed or '(these contributions cannot be merged)'}",
+            *(["", "contributions, each signed by its learner:", *rows] if rows else []),
+            "",
+            "Signatures are genuine. Whoever has the state before, or makes it from the run's first version, "
+            "computes the same: the merge is the same bits on every machine.",
+        ]
+    )
 
 
 def _directory(data_dir: Path | None) -> Path:

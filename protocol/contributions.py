@@ -71,6 +71,22 @@ class OpenedContribution(msgspec.Struct, frozen=True):
     body: Contribution
 
 
+class WrongMerge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Proof that a leader signed an outer state that does not follow from the contributions that it names.
+
+    Anybody who has the state before, or makes it from the run's first version, can compute this again.
+    """
+
+    step: bytes
+    """The sealed OuterStep; empty where it contradicts a published version."""
+    computed: bytes
+    """Digest of the outer state that does follow."""
+    why: str
+    head: bytes = b""
+    """Sealed head of the published version that says otherwise."""
+    manifest: bytes = b""
+
+
 def open_assignment(sealed: bytes, run: bytes, learner: bytes, leaders: Leaders) -> Assignment:
     """Read an assignment for `learner` by a leader of the run. Raises RemoteProtocolError."""
     opened = unseal(sealed, Purpose.ASSIGNMENT, Assignment, now=0, run=run)

@@ -20,6 +20,7 @@ from ...protocol.contributions import (
     Assignment,
     Contribution,
     OpenedContribution,
+    WrongMerge,
     open_assignment,
     open_contributions,
     open_outer_step,
@@ -66,22 +67,6 @@ KEPT = 16
 """Versions whose outer state is compared with what the trainer publishes."""
 PROOF = "wrong_merge.msgpack"
 NOTHING = -1
-
-
-class WrongMerge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Proof that a leader signed an outer state that does not follow from the contributions that it names.
-
-    Anybody who has the state before, or makes it from the run's first version, can compute this again.
-    """
-
-    step: bytes
-    """The sealed OuterStep; empty where it contradicts a published version."""
-    computed: bytes
-    """Digest of the outer state that does follow."""
-    why: str
-    head: bytes = b""
-    """Sealed head of the published version that says otherwise."""
-    manifest: bytes = b""
 
 
 class LearnerRole:

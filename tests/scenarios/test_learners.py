@@ -7,19 +7,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 from support.drifting_backend import NAMES, SCALE, DriftingBackend
 from support.swarm import Swarm, key_of
 from support.waiting import until
 
 from primerl.node.config.run import LearnersConfig
-from primerl.node.errors import NodeError
-from primerl.node.learner.loop import PROOF, WrongMerge
+from primerl.node.errors import NodeError, UsageError
+from primerl.node.learner.loop import PROOF
+from primerl.node.reports.merges import explain
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer import learners
 from primerl.node.trainer.run_manifest import learners_contract
 from primerl.node.training import outer
 from primerl.node.training.outer import OuterState
-from primerl.protocol.contributions import open_contributions, open_outer_step
+from primerl.protocol.contributions import WrongMerge, open_contributions
 from primerl.protocol.leaders import Leaders
 from primerl.protocol.manifests import OuterStep, PolicyManifest
 
@@ -177,11 +179,15 @@ async def test_a_trainer_that_merges_wrongly_is_left_by_every_learner_with_a_pro
             with pytest.raises(NodeError, match="the trainer has merged wrongly"):
                 await running.ended()
             (path,) = running.data_dir.rglob(PROOF)
-            proof = msgspec.msgpack.decode(path.read_bytes(), type=WrongMerge)
-            step = open_outer_step(
-                proof.step, swarm.read_ticket().run, Leaders(b"", swarm.trainer.node_id)
-            )
-            assert step.after != proof.computed
+            proof = explain(path)
+            assert proof.signer == swarm.trainer.node_id.hex()
+            assert proof.signed != proof.computed
+            assert len(proof.contributions) >= 2
+            changed = msgspec.msgpack.decode(path.read_bytes(), type=WrongMerge)
+            forged = changed.step[:-1] + bytes([changed.step[-1] ^ 1])
+            path.write_bytes(msgspec.msgpack.encode(structs.replace(changed, step=forged)))
+            with pytest.raises(UsageError, match="proves nothing"):
+                explain(path)
         monkeypatch.undo()
 
 

@@ -37,7 +37,7 @@ class DriftingBackend(WitnessBackend):
                 seed = int.from_bytes(digest(self._history + name.encode())[:8], "little")
                 noise = np.random.default_rng(seed).standard_normal(SIZE)
                 move = (SCALE * (1 + 0.5 * noise)).astype(np.float32)
-                self.masters[name] = self.masters[name] + np.float32(self._factor) * move
+                self.masters[name] = (self.masters[name] + self._factor * move).astype(np.float32)
         return figures
 
     def policy(self) -> State:

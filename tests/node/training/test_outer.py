@@ -60,7 +60,7 @@ def moved(base: State, by: float, seed: int = 1) -> State:
 def bf16(values: Floats) -> NDArray[np.uint32]:
     """Round as torch does."""
     bits = values.view(np.uint32)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint32)
 
 
 def change_of(base: State, local: State) -> tuple[Gated, SparseChange]:
