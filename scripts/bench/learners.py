@@ -108,7 +108,7 @@ def bound(options: Any) -> tuple[list[dict[str, Any]], list[Goal]]:
             *("--rollouts.groups-per-batch", str(h * LEARNERS), "--rollouts.group-size", "8"),
             *("--rollouts.groups-per-lease", "1", "--checkpoint.interval", "1"),
             *("--rollouts.max-off-policy-steps", str((LAG + 1) * h - 1 if count > 1 else LAG)),
-            *("--training.dtype", "float32"),
+            *("--training.dtype", "float32", "--verification.auditor", "hf"),
         ]
         with tempfile.TemporaryDirectory() as directory, ExitStack() as cleanup:
             trial = Trial(
@@ -171,7 +171,9 @@ class Trial:
         output = ("--name", "run", "--output-dir", str(self._directory / "t"))
         trainer = self._start("train", *arguments[:2], "@", str(config), *arguments[2:], *output)
         ticket = self._run / "ticket.txt"
-        until("ticket", ticket.exists)
+        until("ticket", lambda: ticket.exists() or trainer.poll() is not None)
+        if trainer.poll() is not None:
+            raise RuntimeError("the trainer ended: LOGS=DIRECTORY keeps its log")
         join = ("join", "--ticket", str(ticket), "--data-dir")
         self._start(*join, str(self._directory / "w"), *self._worker)
         learning: list[Path] = []
@@ -198,7 +200,7 @@ class Trial:
         if len(steady) > 1:
             trained = sum(row["tokens"] for row in steady[1:])
             figures["tokens/s"] = round(trained / (steady[-1]["time"] - steady[0]["time"]), 1)
-        if self._inner:
+        if self._inner and steady:
             merged = [row["learners/merged"] for row in steady]
             figures["merged"] = statistics.mean(merged) if merged else 0
             sizes = [row["learners/mib"] / row["learners/merged"] for row in steady]
