@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from ..config.training import ComputeConfig, TrainingConfig
+from ..config.training import ComputeConfig, LossConfig, TrainingConfig
 from ..errors import EngineError, StorageError
 from ..storage.chunk_store import Disk
 from ..weights.checkpoint import read_checkpoint, write_checkpoint
@@ -50,11 +50,12 @@ class LearnerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise EngineError(
                 f"the run's training config is of another release: {error}"
             ) from error
-        losses = [config.loss.type, *(term.loss for term in self.own.values())]
-        if config.loss.type == "custom" or any('"custom"' in loss for loss in losses[1:]):
+        own_losses = [LossConfig.model_validate_json(terms.loss) for terms in self.own.values()]
+        if any(
+            loss.type == "custom" or loss.loads_reference for loss in (config.loss, *own_losses)
+        ):
             raise EngineError(
-                "this run's loss is code of its trainer's, which no learner runs: its trainer has to name one "
-                "of the losses that come with primerl-node"
+                "this run's loss is code of its trainer's, or reads a reference model: no learner does"
             )
         return config.model_copy(
             update={name: getattr(own, name) for name in ComputeConfig.model_fields}
