@@ -2004,6 +2004,13 @@ FAULTS = (
     ),
     # -- the page
     Fault(
+        "the world reads what a peer calls its role",
+        "node/ops/figures.py",
+        'peer.role = peer.role if peer.role in ROLES else ""  # a peer\'s own word',
+        "peer.role = peer.role or ROLES[0]",
+        ("test_a_peer_s_role_is_shown_if_there_is_such_a_role",),
+    ),
+    Fault(
         "page answers without its token",
         "node/ops/dashboard.py",
         'if scheme.lower() != "bearer" or not hmac.compare_digest(given, self._token.encode()):',
@@ -2033,8 +2040,8 @@ FAULTS = (
     ),
     Fault(
         "workers that are silent count as working",
-        "node/ops/prometheus.py",
-        "if row.silent_s:",
+        "node/ops/figures.py",
+        "if self.silent_s:",
         "if False:",
         ("test_a_trainer_tells_of_its_run_and_counts_its_workers_by_state",),
     ),

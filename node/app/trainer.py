@@ -40,7 +40,7 @@ from ..gpus import is_on_gpu, usable
 from ..inference.adapted import adapted
 from ..memory_plan.stages import cut_model
 from ..models import base_weights
-from ..ops.figures import BanRow, Curves, PeerRow, Status
+from ..ops.figures import BanRow, Curves, PeerRow, PublicFigures, Status, public_figures
 from ..ops.metrics import MetricsLog, PhaseClock
 from ..ops.monitors import WandbMonitor, group_of
 from ..p2p.services import NodeServices
@@ -349,6 +349,7 @@ class TrainerNode(IssuingNode):
                 "bans": self._bans,
                 "retire": self._retire,
                 "handover": self._give_run,
+                "public": self._public,
                 **self.ticket_commands,
             }
             await self.serve(lambda: self._work(ledger), commands, self._config.name)
@@ -867,6 +868,9 @@ class TrainerNode(IssuingNode):
 
     async def _bans(self) -> list[BanRow]:
         return self._registry().bans()
+
+    async def _public(self) -> PublicFigures:
+        return public_figures(await self.figures(), self.curves())
 
     async def _retire(self, sealed: str) -> dict[str, object]:
         registry = self._registry()

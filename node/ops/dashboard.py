@@ -2,6 +2,7 @@
 
 - A request is checked before anything is done for it: Host, Origin, method, and for all but the empty page and
   /metrics the token, which is in the link alone: no cookie holds it, so no other page can use it.
+- Served to the world (node/app/public_page.py) it has no token, no /metrics, and PublicFigures alone.
 - Strings of peers are sent as JSON; page.js shows them as text. The content security policy runs no other code.
 - While nobody looks it costs a socket: aiohttp is loaded by the first connection, and figures are made for
   viewers, one set for all of them. Viewers are bounded; one that does not read is dropped.
@@ -26,7 +27,7 @@ from ..config.run import DashboardPort
 from ..errors import BusyError, NodeError
 from ..process.unix_sockets import ACCEPTS_AT_ONCE, BACKLOG
 from ..tasks import end_tasks
-from .figures import Curves, NodeFigures
+from .figures import Curves, NodeFigures, PublicFigures
 from .http import hide_libraries, is_local
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ class Shown(Protocol):
 
     queries: Mapping[str, Query]
 
-    async def figures(self) -> NodeFigures:
-        """Make the figures of now."""
+    async def figures(self) -> NodeFigures | PublicFigures:
+        """Make the figures of now. Raises NodeError if there are none at present."""
         ...
 
     def curves(self) -> Curves:
@@ -95,11 +96,18 @@ class Dashboard:
     """The page of one node, from open() to close()."""
 
     def __init__(
-        self, shown: Shown, port: DashboardPort, limits: DashboardLimits = DashboardLimits()
+        self,
+        shown: Shown,
+        port: DashboardPort,
+        limits: DashboardLimits = DashboardLimits(),
+        public_host: str = "",
     ) -> None:
+        """With a `public_host` everybody who reaches that address may see what `shown` shows."""
         self._shown = shown
         self._port = port
         self._limits = limits
+        self._public = bool(public_host)
+        self._host = public_host or HOST
         self._socket: socket.socket | None = None
         self._starting: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
@@ -114,7 +122,8 @@ class Dashboard:
     @property
     def url(self) -> str:
         """Address of the page; empty while there is none."""
-        return f"http://{HOST}:{self._socket.getsockname()[1]}/" if self._socket else ""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._socket.getsockname()[1]}/" if self._socket else ""
 
     @property
     def link(self) -> str:
@@ -129,18 +138,19 @@ class Dashboard:
         """Listen, unless the port is "off". Raises BusyError."""
         if self._port == "off":
             return
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind((HOST, self._port))
+            self._socket.bind((self._host, self._port))
             self._socket.listen(BACKLOG)
             self._socket.setblocking(False)
         except OSError as error:
             self._socket.close()
             self._socket = None
+            other = "address" if self._public else "--dashboard.port, 0 for any, or off"
             raise BusyError(
-                f"cannot listen on {HOST} port {self._port} ({error.strerror}): choose another "
-                "--dashboard.port, 0 for any, or off"
+                f"cannot listen on {self._host} port {self._port} ({error.strerror}): choose another {other}"
             ) from error
         asyncio.get_running_loop().add_reader(self._socket, self._begin)
 
@@ -193,7 +203,8 @@ class Dashboard:
         for path in FILES:
             app.router.add_get(path, self._file)
         app.router.add_get("/events", self._follow, allow_head=False)
-        app.router.add_get("/metrics", self._metrics)
+        if not self._public:
+            app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/api/{query}", self._answer, allow_head=False)
         return app
 
@@ -208,6 +219,8 @@ class Dashboard:
             response = web.Response(status=error.status, text=f"{error.text or error.reason}\n")
         except ConnectionError:
             raise  # the viewer has gone
+        except NodeError as error:
+            response = web.Response(status=503, text=f"{error}\n")
         except Exception:  # a bug of ours: the viewer gets an error, the log the traceback
             logger.exception("a request to %s failed", request.path)
             response = web.Response(status=500, text="internal error: see the node's log\n")
@@ -219,6 +232,8 @@ class Dashboard:
         """Raise HTTPForbidden or HTTPUnauthorized."""
         from aiohttp import web
 
+        if self._public:
+            return
         if not is_local(request.host):
             raise web.HTTPForbidden(text=f"the page is at {self.url}, under no other name")
         origin, site = request.headers.get("Origin"), request.headers.get("Sec-Fetch-Site", "none")
@@ -245,7 +260,9 @@ class Dashboard:
 
         from .prometheus import CONTENT_TYPE, exposition
 
-        text = exposition(await self._shown.figures())
+        figures = await self._shown.figures()
+        assert isinstance(figures, NodeFigures)  # the world is served no /metrics
+        text = exposition(figures)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _answer(self, request: "web.Request") -> "web.Response":
@@ -279,17 +296,22 @@ class Dashboard:
         assert viewer is not None  # each connection has one
         self._viewers.add(viewer)
         try:
-            response = web.StreamResponse(headers=HEADERS)
+            await self._make()
+            # else a web server before this one may keep events until it has many
+            response = web.StreamResponse(headers={**HEADERS, "X-Accel-Buffering": "no"})
             response.content_type = "text/event-stream"
             await response.prepare(request)
             curves: bytes = b""
             while True:
-                await self._make()
                 events = self._figures + self._curves * (self._curves is not curves)
                 curves = self._curves
                 async with asyncio.timeout(self._limits.read_s):
                     await response.write(events)
                 await asyncio.sleep(self._pause_s)
+                try:
+                    await self._make()
+                except NodeError:
+                    return response  # its viewer comes again, and is told why there is nothing
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()

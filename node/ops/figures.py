@@ -2,14 +2,20 @@
 
 `status`, `peers`, the live view, the page in the browser, /metrics and W&B of a worker are views of it: they
 add no figure of their own, and ask nobody else. Every list has a bound: peers that of the table of peers,
-curves MAX_POINTS.
+curves MAX_POINTS. What the world may see is the fields of the Public types, and nothing else: no text of a
+peer's, no address, no id that one could be found by.
 """
+
+from collections import Counter
 
 import msgspec
 
 MAX_POINTS = 512
 """Points of a curve."""
 MAX_SOURCES = 8
+MAX_PUBLIC_PEERS = 200
+STATES = ("working", "starting", "paused", "silent", "left", "refused")
+ROLES = ("trainer", "inference", "validator", "standby")
 
 
 class PeerRow(msgspec.Struct):
@@ -71,6 +77,17 @@ class PeerRow(msgspec.Struct):
     """The name that it gives itself, which proves nothing."""
     paused: str = ""
     """Why it is paused, in its own words; empty while it works."""
+
+    @property
+    def state(self) -> str:
+        """One of STATES."""
+        if self.refused:
+            return "refused"
+        if self.left:
+            return "left"
+        if self.silent_s:
+            return "silent"
+        return "paused" if self.paused else "starting" if self.starting else "working"
 
 
 class PingRow(msgspec.Struct):
@@ -358,3 +375,82 @@ class NodeFigures(msgspec.Struct):
     """Unix seconds."""
     status: Status
     peers: list[PeerRow]
+
+
+class PublicEnvironment(msgspec.Struct):
+    """What everybody may see of an EnvironmentRow."""
+
+    name: str
+    share: float
+    reward: float | None
+    accepted: int
+    rejected: int
+    workers: int
+
+
+class PublicPeer(msgspec.Struct):
+    """What everybody may see of a PeerRow."""
+
+    short: str
+    """The beginning of its id, by which no discovery finds it."""
+    role: str
+    state: str
+    version: int
+    lag: int
+    accepted: int
+    rejected: int
+    audited: int
+    trust: float
+    trust_low: float
+
+
+class PublicStatus(msgspec.Struct):
+    """What everybody may see of a trainer's Status."""
+
+    role: str
+    run_name: str
+    phase: str
+    step: int
+    max_steps: int
+    version: int
+    reward: float | None
+    staleness: float | None
+    accepted: int
+    rejected: dict[str, int]
+    environments: list[PublicEnvironment]
+    evaluating: int
+    newest: dict[str, float]
+    step_s: float | None
+    eta_s: float | None
+    uptime_s: float
+
+
+class PublicFigures(msgspec.Struct):
+    """What everybody may see of a run's NodeFigures."""
+
+    time: float
+    status: PublicStatus
+    workers: dict[str, int]
+    """Workers by state."""
+    audited: int
+    """Rollouts of all peers that were audited."""
+    peers: list[PublicPeer]
+    """The MAX_PUBLIC_PEERS with the most accepted rollouts."""
+    curves: Curves
+    public: bool = True
+
+
+def public_figures(figures: NodeFigures, curves: Curves) -> PublicFigures:
+    """Take from figures what the Public types name."""
+    best = sorted(figures.peers, key=lambda row: -row.accepted)[:MAX_PUBLIC_PEERS]
+    peers = [msgspec.convert(row, PublicPeer, from_attributes=True) for row in best]
+    for peer in peers:
+        peer.role = peer.role if peer.role in ROLES else ""  # a peer's own word
+    return PublicFigures(
+        figures.time,
+        msgspec.convert(figures.status, PublicStatus, from_attributes=True),
+        dict(Counter(row.state for row in figures.peers if row.role == "inference")),
+        sum(row.audited for row in figures.peers),
+        peers,
+        curves,
+    )

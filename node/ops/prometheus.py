@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import printable
-from .figures import NodeFigures, PeerRow, Status
+from .figures import STATES, NodeFigures, PeerRow, Status
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -17,7 +17,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PHASES = (
     "starting joining catching_up warm_up evaluating running paused restarting finishing ended other"
 ).split()
-STATES = ("working", "starting", "paused", "silent", "left", "refused")
 NEWEST = {
     "loss/mean": ("primerl_loss", "Mean loss of the newest step."),
     "mismatch_kl/all/mean": (
@@ -152,23 +151,12 @@ def _trainer(status: Status) -> "Iterator[Metric]":
         yield _gauge("primerl_ticket_expires_timestamp_seconds", text, status.ticket_expires)
 
 
-def state_of(row: PeerRow) -> str:
-    """Name the state of a worker."""
-    if row.refused:
-        return "refused"
-    if row.left:
-        return "left"
-    if row.silent_s:
-        return "silent"
-    return "paused" if row.paused else "starting" if row.starting else "working"
-
-
 def _peers(rows: Iterable[PeerRow]) -> "Iterator[Metric]":
     workers = [row for row in rows if row.role == "inference"]
-    states = Counter(map(state_of, workers))
+    states = Counter(row.state for row in workers)
     counts = {state: states[state] for state in STATES}
     yield _gauge("primerl_workers", "Workers by state.", counts, "state")
-    lags = [row.lag for row in workers if state_of(row) == "working"]
+    lags = [row.lag for row in workers if row.state == "working"]
     text = "Versions that the last of the working ones is behind."
     yield _gauge("primerl_worker_lag_versions", text, max(lags, default=0))
     text = "Rollouts that were audited."

@@ -52,3 +52,9 @@ async def test_trainers_have_a_page_by_default_and_others_when_they_are_asked(as
     ran = await ask("join", "--dashboard.port", "8471", "--dry-run", "--json")
     assert json.loads(ran.out)["dashboard"]["port"] == 8471
     (await ask("join", "--dashboard.port", "on", "--dry-run")).refused(2, "dashboard.port")
+
+
+async def test_a_page_for_the_world_needs_an_address_and_a_run(ask: Ask, serve: Serve) -> None:
+    worker = str(await serve(dashboard={"link": LINK}))
+    (await ask("dashboard", "-d", worker, "--public", "http")).refused(2, "--public is PORT")
+    (await ask("dashboard", "-d", worker, "--public", "0")).refused(1, "ask its trainer")

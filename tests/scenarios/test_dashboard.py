@@ -8,7 +8,10 @@ from typing import Any
 import aiohttp
 from support.swarm import Running, Swarm
 
+from primerl.crypto.hashing import short
+from primerl.node.app.public_page import PublicRun
 from primerl.node.ops import control
+from primerl.node.ops.dashboard import Dashboard
 
 
 async def fetched(node: Running, path: str) -> Any:
@@ -46,9 +49,28 @@ async def test_nodes_of_a_run_show_it_and_what_their_files_hold(
         assert (await fetched(swarm.trainer, f"api/rollout?place={place}"))[0]["parts"]
         assert (await fetched(swarm.trainer, "api/ticket"))["ticket"] == swarm.ticket
         assert await fetched(swarm.trainer, "api/evaluations") == []
+        prompts = await fetched(swarm.trainer, f"api/rollout?place={place}")
+        await _check_public(swarm, worker, [text for text, _ in prompts[0]["parts"]])
         figures = await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "figures")
         [row], status = figures["peers"], figures["status"]
         assert sum(row["chunk_bytes"].values()) > 0
         assert status["history"][-1][0] >= 3
         assert status["step_s"] > 0
         assert status["bytes_received"] == row["bytes_received"]
+
+
+async def _check_public(swarm: Swarm, worker: Running, texts: list[str]) -> None:
+    """Read the world's page of a real run: its step, and nothing that leads to a node or a text."""
+    page = Dashboard(PublicRun(swarm.trainer.data_dir), 0, public_host="127.0.0.1")
+    page.open()
+    async with aiohttp.ClientSession() as session, session.get(f"{page.url}events") as reply:
+        text = "".join([(await reply.content.readline()).decode() for _ in range(5)])
+    await page.close()
+    figures = json.loads(text.splitlines()[1].removeprefix("data: "))
+    assert figures["status"]["step"] >= 3
+    assert figures["peers"][0]["short"] == short(worker.node_id)
+    ticket = swarm.read_ticket()
+    addresses = [*ticket.addresses, str(swarm.run_dir), swarm.ticket, ticket.run.hex()]
+    ids = [ticket.trainer.hex(), worker.node_id.hex()]
+    for secret in (*addresses, *ids, *filter(str.strip, texts)):
+        assert secret not in text

@@ -72,7 +72,8 @@ function tiles(status) {
     add("Staleness", short(status.staleness), "versions, mean of the batch");
     add("Throughput", short(status.newest["perf/throughput"]), "tokens/s trained");
     add("Version", version(status.version));
-    add("Leases out", status.leases, `${status.waiting_groups} groups wait`);
+    if (figures.public) add("Workers", figures.workers.working ?? 0, Object.entries(figures.workers).filter(([state]) => state !== "working").map(([state, count]) => `${count} ${state}`).join(", "));
+    else add("Leases out", status.leases, `${status.waiting_groups} groups wait`);
   } else {
     add("Your contribution", status.accepted, "rollouts accepted");
     add("Trust", status.trust === null ? "-" : status.trust.toFixed(2), "of the trainer in this node");
@@ -82,18 +83,18 @@ function tiles(status) {
   }
   if (engine) add("Engine", `${short(engine.tokens_per_s)} tokens/s`, engine.fault ? clean(engine.fault) : `${engine.inflight} of ${engine.cap} in flight`);
   if (trainer) {
-    const audited = figures.peers.reduce((total, row) => total + row.audited, 0);
+    const audited = figures.audited ?? figures.peers.reduce((total, row) => total + row.audited, 0);
     add("Accepted", status.accepted, "rollouts");
     add("Audited", audited, judged ? `${short((100 * audited) / judged)} % of the rollouts` : "");
   }
   add("Rejected", rejected, judged ? `${short((100 * rejected) / judged)} %` : "");
-  add("Traffic", `${size(status.bytes_sent)} up`, `${size(status.bytes_received)} down`);
+  if (!figures.public) add("Traffic", `${size(status.bytes_sent)} up`, `${size(status.bytes_received)} down`);
   if (machine) {
     add("Processor", `${machine.cpu_cores.toFixed(2)} cores`);
     if (machine.gpus) add(machine.gpus > 1 ? `${machine.gpus} GPUs` : "GPU", machine.gpu_busy === null ? "-" : `${Math.round(100 * machine.gpu_busy)} % busy`, `${size(machine.gpu_memory_bytes)} of ${size(machine.gpu_memory_total_bytes)}`);
     add("Memory", size(machine.memory_bytes), `${size(machine.disk_free_bytes)} free on disk`);
   }
-  add("Up", duration(status.uptime_s), clean(status.software));
+  add("Up", duration(status.uptime_s), clean(status.software ?? ""));
   const list = $("tiles");
   while (list.children.length > rows.length) list.lastChild.remove();
   rows.forEach(([name, value, note], at) => {
@@ -136,7 +137,7 @@ function drawRun() {
   put($("run-head"), status.role === "trainer" ? "Run" : "This node");
   $("waiting").hidden = !status.waiting_for;
   put($("waiting"), status.waiting_for ? `Waiting: ${clean(status.waiting_for)}` : "");
-  const warnings = [...status.warnings, ...(status.environment ? [`environment: ${status.environment}`] : [])].slice(0, 20);
+  const warnings = [...(status.warnings ?? []), ...(status.environment ? [`environment: ${status.environment}`] : [])].slice(0, 20);
   $("warnings").hidden = !warnings.length;
   const text = warnings.map((line) => clean(line));
   if ($("warnings").dataset.text !== text.join("\n")) {
@@ -145,6 +146,7 @@ function drawRun() {
   }
   tiles(status);
   for (const link of document.querySelectorAll("nav [data-role]")) link.hidden = link.dataset.role !== status.role;
+  for (const part of document.querySelectorAll("[data-private]")) part.hidden = figures.public || part.hidden;
   if (curves && curves !== shownCurves) { drawCurves(); shownCurves = curves; }
   const rows = status.environments.map((row) => [row.name, short(row.reward), row.accepted, row.rejected, `${Math.round(100 * row.share)} %`, row.workers]);
   showTable($("environments"), "Environments", ["Name", "Reward", "Accepted", "Rejected", "Share", "Workers"], rows);
@@ -155,6 +157,7 @@ function drawRun() {
 // -- peers ----------------------------------------------------------------------------------------
 
 function stateOf(row) {
+  if (figures.public) return [{ working: "good", silent: "warn", refused: "bad" }[row.state] ?? "dim", row.state];
   if (row.refused) return ["bad", row.refused];
   if (row.second) return ["bad", row.second];
   if (row.left) return ["dim", `left ${duration(row.silent_s)} ago`];
@@ -170,7 +173,7 @@ const worked = (row) => row.accepted + row.rejected > 0;
 const reasonsOf = (row) => Object.entries(row.reasons).sort((a, b) => b[1] - a[1]).map(([name, count]) => `${name} ${count}`).join(", ");
 const COLUMNS = [
   // name, text, sort key (smallest first), class
-  ["Peer", (row) => `${row.short} ${clean(row.name, 32)}`.trim(), (row) => row.short, ""],
+  ["Peer", (row) => `${row.short} ${clean(row.name ?? "", 32)}`.trim(), (row) => row.short, ""],
   ["Role", (row) => row.role, (row) => row.role, ""],
   ["State", (row) => stateOf(row)[1], (row) => stateOf(row)[1], "state"],
   ["Path", (row) => row.path, (row) => row.path, ""],
@@ -185,7 +188,8 @@ const COLUMNS = [
   ["Sent", (row) => size(row.bytes_sent), (row) => -row.bytes_sent, "number"],
   ["Seen", (row) => (row.last_seen_s === null ? "" : `${duration(row.last_seen_s)} ago`), (row) => row.last_seen_s ?? Infinity, "number"],
 ];
-let sorted = { column: 0, reversed: false }, limit = PAGE;
+const PUBLIC = new Set(["Peer", "Role", "State", "Version", "Lag", "Accepted/min", "Accepted", "Rejected", "Trust"]);
+let columns = COLUMNS, sorted = { column: 0, reversed: false }, limit = PAGE;
 const rowsById = new Map(), counts = [];  // counts: [time, id -> accepted] of the last minute
 
 function remember() {
@@ -201,7 +205,7 @@ function rate(row) {
 }
 
 function drawHead() {
-  const cells = COLUMNS.map(([name, , , kind], at) => {
+  const cells = columns.map(([name, , , kind], at) => {
     const button = element("button", { type: "button" }, name);
     button.addEventListener("click", () => {
       sorted = { column: at, reversed: sorted.column === at && !sorted.reversed };
@@ -222,9 +226,9 @@ function markSorted() {
 
 function drawPeers() {
   const words = $("filter").value.trim().toLowerCase();
-  const text = (row) => `${row.id} ${row.name} ${row.role} ${row.path} ${stateOf(row)[1]} ${reasonsOf(row)} ${row.software}`.toLowerCase();
+  const text = (row) => (figures.public ? [row.short, row.role, row.state] : [row.id, row.name, row.role, row.path, stateOf(row)[1], reasonsOf(row), row.software]).join(" ").toLowerCase();
   const rows = words ? figures.peers.filter((row) => text(row).includes(words)) : [...figures.peers];
-  const key = COLUMNS[sorted.column][2], way = sorted.reversed ? -1 : 1;
+  const key = columns[sorted.column][2], way = sorted.reversed ? -1 : 1;
   const keyed = rows.map((row) => [key(row), row]);
   keyed.sort(([a, one], [b, other]) => way * (a < b ? -1 : a > b ? 1 : 0) || (one.id < other.id ? -1 : 1));
   const shown = keyed.slice(0, limit).map(([, row]) => row), body = $("table").tBodies[0];
@@ -235,11 +239,11 @@ function drawPeers() {
   shown.forEach((row, at) => {
     let line = rowsById.get(row.id);
     if (!line) {
-      line = element("tr", {}, ...COLUMNS.map(([name, , , kind]) => element("td", { class: kind, "data-label": name })));
-      line.cells[0].append(element("a", { href: `#peer/${encodeURIComponent(row.id)}` }));
+      line = element("tr", {}, ...columns.map(([name, , , kind]) => element("td", { class: kind, "data-label": name })));
+      line.cells[0].append(figures.public ? element("span") : element("a", { href: `#peer/${encodeURIComponent(row.id)}` }));
       rowsById.set(row.id, line);
     }
-    COLUMNS.forEach(([, cell, , kind], place) => {
+    columns.forEach(([, cell, , kind], place) => {
       const value = clean(cell(row)), node = line.cells[place];
       put(place ? node : node.firstChild, value);
       const mark = `${kind} ${kind === "state" ? stateOf(row)[0] : ""} ${value ? "" : "empty"}`.trim();
@@ -376,14 +380,22 @@ function route() {
 function draw() {
   if (!figures) return;
   drawRun();
-  if (!$("peers").hidden) { drawPeers(); drawFlows(); }
-  if (!$("peer").hidden) drawPeer();
+  if (!$("peers").hidden) { drawPeers(); if (!figures.public) drawFlows(); }
+  if (!$("peer").hidden && !figures.public) drawPeer();
 }
 
 // -- events -----------------------------------------------------------------------------------------
 
+// A page for the world has fewer columns, and names a peer by the beginning of its id.
+function usePublic() {
+  for (const row of figures.peers) row.id = row.short;
+  if (columns !== COLUMNS) return;
+  columns = COLUMNS.filter(([name]) => PUBLIC.has(name));
+  drawHead();
+}
+
 function take(event, data) {
-  if (event === "figures") { figures = JSON.parse(data); remember(); draw(); }
+  if (event === "figures") { figures = JSON.parse(data); if (figures.public) usePublic(); remember(); draw(); }
   else if (event === "curves") { curves = JSON.parse(data); draw(); }
 }
 

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from msgspec.structs import replace
 from support.figures import PEER, TRAINER, WORKER
 
 from primerl.node.ops.dashboard import Dashboard, DashboardLimits, Query
-from primerl.node.ops.figures import Curves, LimitsRow, NodeFigures, PeerRow, Status
+from primerl.node.ops.figures import (
+    Curves,
+    LimitsRow,
+    NodeFigures,
+    PeerRow,
+    PublicFigures,
+    Status,
+    public_figures,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = (
@@ -100,17 +109,18 @@ async def node() -> ShownNode:
     return ShownNode(TRAINER, PEER, replace(PEER, id="01" * 32, short="0101010101", trust=0.4))
 
 
+def note(problems: list[str], message: Any) -> None:
+    """Write down what a page logs, or fails with."""
+    problems.append(str(getattr(message, "text", message)))
+
+
 async def opened(context: Any, node: ShownNode, problems: list[str]) -> tuple[Dashboard, Any]:
     """Serve a node and open its link."""
     dashboard = Dashboard(node, 0, DashboardLimits(every_s=0.1))
     dashboard.open()
     page = await context.new_page()
-
-    def note(message: Any) -> None:
-        problems.append(str(getattr(message, "text", message)))
-
-    page.on("console", note)
-    page.on("pageerror", note)
+    page.on("console", partial(note, problems))
+    page.on("pageerror", partial(note, problems))
     await page.goto(dashboard.link)
     await page.wait_for_selector("#tiles div")
     return dashboard, page
@@ -274,6 +284,43 @@ async def test_a_worker_s_limits_are_shown_with_the_command_that_changes_them(
     assert "3.0 GB of 100 GB\nserves no chunks" in tiles
     await page.evaluate("location.hash = 'peers'")
     await page.locator("#table", has_text="paused: <img").wait_for()
+    await dashboard.close()
+
+
+class PublicNode(ShownNode):
+    """The same node, as the world sees it."""
+
+    async def figures(self) -> PublicFigures:  # type: ignore[override]
+        return public_figures(await super().figures(), self.curves())
+
+
+async def test_the_world_sees_a_run_and_its_contributors_but_no_more(chromium: Any) -> None:
+    problems: list[str] = []
+    node = PublicNode(TRAINER, replace(PEER, name="basement-pc", software="0.1.0 evil"))
+    dashboard = Dashboard(node, 0, DashboardLimits(every_s=0.1), public_host="127.0.0.1")
+    dashboard.open()
+    page = await chromium.new_page()
+    page.on("console", partial(note, problems))
+    page.on("pageerror", partial(note, problems))
+    await page.goto(dashboard.url)
+    await page.wait_for_selector("#tiles div")
+    tiles = await page.inner_text("#tiles")
+    for words in ("3 of 10", "14 s", "Workers\n1", "Audited"):
+        assert words in tiles
+    shown = [await link.inner_text() for link in await page.query_selector_all("nav a:visible")]
+    assert shown == ["Run", "Peers", "Evaluations"]
+    await page.click("nav a[href='#peers']")
+    await page.wait_for_selector("#table tbody tr")
+    row = await page.inner_text("#table tbody tr")
+    assert row.split("\t")[:3] == ["ababababab", "inference", "working"]
+    await page.fill("#filter", "no such peer")
+    assert await page.locator("#table tbody tr").count() == 0
+    for view in ("peer/ababababab", "log", "ticket", "rollouts"):  # whoever types them in
+        await page.evaluate("view => { location.hash = view; }", view)
+        await page.wait_for_selector(f"#{view.partition('/')[0]}:not([hidden])")
+    assert "basement-pc" not in await page.content()
+    # the browser's own words on what the server refused
+    assert {text.partition("(")[2] for text in problems} <= {"Not Found)"}
     await dashboard.close()
 
 
