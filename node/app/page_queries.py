@@ -4,6 +4,7 @@ Nothing is changed, and every answer is bounded. A question may wait for the dis
 """
 
 import asyncio
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,11 +12,12 @@ import msgspec
 from ..errors import BAD_FILE, NodeError, UsageError
 from ..evaluation.online import EVALUATED
 from ..ops.dashboard import Query
-from ..reports.explain import VerdictLine, listed
+from ..reports.explain import AuditLine, VerdictLine, audits, listed
 from ..storage.rollouts import BRIEF, RolloutFiles, RolloutFilter
 from ..storage.run_files import EVALUATIONS, ROLLOUTS
 
-MAX_VERDICTS, MAX_STEPS, MAX_ROLLOUTS, MAX_EVALUATIONS = 50, 500, 512, 1000
+MAX_VERDICTS = MAX_AUDITS = 50
+MAX_STEPS, MAX_ROLLOUTS, MAX_EVALUATIONS = 500, 512, 1000
 MAX_TEXT = 1_000_000
 """Characters of a rollout."""
 
@@ -52,13 +54,20 @@ class EvaluationLine(msgspec.Struct):
 class PageQueries:
     """Answers from the files of a data directory and, of a trainer, its run's."""
 
-    def __init__(self, data_dir: Path, run_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        run_dir: Path | None = None,
+        versions: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """Take the directories; `versions` maps submissions audited lately to their policy version."""
         self._data_dir = data_dir
         self._run_dir = run_dir
+        self._versions = versions
 
     def all(self) -> dict[str, Query]:
         """Return the questions by name."""
-        queries: dict[str, Query] = {"verdicts": self.verdicts}
+        queries: dict[str, Query] = {"verdicts": self.verdicts, "audits": self.audits}
         if self._run_dir is not None:
             queries |= {
                 "rollouts": self.rollouts,
@@ -73,6 +82,18 @@ class PageQueries:
             return await asyncio.to_thread(listed, self._data_dir, MAX_VERDICTS, peer)
         except NodeError:
             return []  # there is no ledger yet, or none of a run
+
+    async def audits(self) -> list[AuditLine]:
+        """List the newest audits."""
+        try:
+            lines = await asyncio.to_thread(audits, self._data_dir, MAX_AUDITS)
+        except NodeError:
+            return []  # as above
+        versions = self._versions()
+        return [
+            msgspec.structs.replace(line, version=versions.get(line.submission, -1))
+            for line in lines
+        ]
 
     async def rollouts(self, step: str = "") -> StepRollouts:
         """List the kept rollouts of a step; of the newest without one. Raises UsageError, StorageError."""

@@ -7,7 +7,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -322,7 +322,8 @@ class TrainerNode(IssuingNode):
         factories: Factories | None = None,
     ) -> None:
         super().__init__(config, key, data_dir, "trainer")
-        self.queries = {**self.queries, **PageQueries(data_dir, config.run_dir).all()}
+        queries = PageQueries(data_dir, config.run_dir, self._audited_versions)
+        self.queries = {**self.queries, **queries.all()}
         self.farewell = Farewell()
         self._config = config.in_versions()
         self._announce = announce
@@ -884,6 +885,9 @@ class TrainerNode(IssuingNode):
         if self.trainer_role is None:
             raise BusyError("the run has not begun: ask again in a moment")
         return self.trainer_role.scheduler.registry
+
+    def _audited_versions(self) -> Mapping[str, int]:
+        return {} if self.trainer_role is None else dict(self.trainer_role.progress.audited)
 
     def curves(self) -> Curves:
         """Return the curves of the run so far."""

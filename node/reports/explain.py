@@ -3,6 +3,8 @@
 Works without a network and beside a running node. A verdict is explained only if this run's trainer signed it.
 """
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,6 +221,8 @@ def meaning(reason: Reason) -> Meaning:
 
 
 MIN_PREFIX = 4
+MAX_SCANNED = 1000
+"""Verdicts that are looked through for audits: of a proven worker's work few are."""
 """Fewest hex digits that identify a submission or a node."""
 
 
@@ -358,6 +362,31 @@ class VerdictLine(msgspec.Struct, frozen=True):
     """Why the verdict is not genuine; the other fields then say nothing."""
 
 
+class AuditLine(msgspec.Struct, frozen=True):
+    """The audit of one submission in a list."""
+
+    number: int
+    """Of its verdict."""
+    lease: int
+    worker: str
+    submission: str
+    audited: int
+    """Rollouts that were audited."""
+    rollouts: int
+    tokens: int
+    """Sampled tokens that the auditor read again: its cost, as that of one prefill each."""
+    result: str
+    """clean, suspect, rejected, or forged: the trainer did not sign it."""
+    measure: MeasuredBound | None
+    """The measure that came closest to its bound, or furthest beyond it."""
+    reason: str
+    """Of the first rejection by an audit, with its detail; empty for none."""
+    validator: str
+    """The validator that measured; empty for the trainer."""
+    version: int = -1
+    """Newest policy version that sampled any of it; -1 where that is not known any more."""
+
+
 @dataclass(frozen=True)
 class _Book:
     """An open ledger and its run."""
@@ -460,6 +489,60 @@ def listed(data_dir: Path, count: int, wanted: str = "") -> list[VerdictLine]:
     return lines
 
 
+def audits(data_dir: Path, count: int) -> list[AuditLine]:
+    """List the newest audits of a data directory, the newest first, from its newest MAX_SCANNED verdicts.
+
+    Raises UsageError, StorageError.
+    """
+    lines: list[AuditLine] = []
+    for book in _books(data_dir):
+        for record in itertools.islice(book.view.verdicts(), MAX_SCANNED):
+            if len(lines) == count:
+                return lines
+            claimed = _claimed(record)
+            if claimed is None or claimed.audited:
+                lines.append(_audit_line(book, record))
+    return lines
+
+
+def _audit_line(book: _Book, record: KeptVerdict) -> AuditLine:
+    number, worker = record.number, record.node.hex()
+    try:
+        verdict = book.open(record)
+    except RemoteProtocolError as error:
+        why = printable(str(error), None)
+        return AuditLine(number, 0, worker, "", 0, 0, 0, "forged", None, why, "")
+    names, proofs = _measured(book.manifest), contract_of(book.manifest, verdict)
+    measures = [_measure(proofs, row, name) for row in verdict.evidence for name in names]
+    found = [finding for finding in verdict.rejections if finding.reason in REASONS.values()]
+    suspect = any(measure.mark for measure in measures)
+    return AuditLine(
+        number,
+        verdict.lease_id,
+        worker,
+        verdict.submission.hex(),
+        verdict.audited,
+        verdict.accepted + verdict.rejected,
+        sum(row.tokens for row in verdict.evidence),
+        "rejected" if found else "suspect" if suspect else "clean",
+        max(measures, key=_closeness, default=None),
+        printable(f"{found[0].reason.value}: {found[0].detail}", None) if found else "",
+        verdict.validator.hex(),
+    )
+
+
+def _closeness(measure: MeasuredBound) -> tuple[int, float]:
+    """Rank a measure by how close it comes to its bound to reject; NaN is beyond every bound."""
+    share = measure.value / measure.reject if measure.reject > 0 else 0.0
+    return ("", "?", "!").index(measure.mark), math.inf if math.isnan(share) else share
+
+
+def _measured(manifest: RunManifest) -> list[str]:
+    """Name the measures of a run's audits."""
+    routed = manifest.routes is not None
+    return [name for name in REASONS if routed or not name.startswith("routing")]
+
+
 def _forged(book: _Book, record: KeptVerdict, error: RemoteProtocolError) -> StorageError:
     return StorageError(
         f"verdict {record.number} in {book.path} is not this run's trainer's ({error}): the file was changed, "
@@ -546,8 +629,7 @@ def _book(path: Path, view: LedgerView) -> _Book:
 
 def _explain(book: _Book, record: KeptVerdict, verdict: Verdict) -> Explanation:
     proofs, bounds = contract_of(book.manifest, verdict), verdict.bounds
-    routed = book.manifest.routes is not None
-    measures = [name for name in REASONS if routed or not name.startswith("routing")]
+    measures = _measured(book.manifest)
     measured = bounds if isinstance(bounds, ClassBounds) else None
     return Explanation(
         run=LedgerRun(

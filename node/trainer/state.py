@@ -26,6 +26,7 @@ from .lease_book import LeaseBook, TaskQueue
 KEY = "term"
 LEASES_PER_BOOT = 32
 """Bits of a lease id that count within one start of the trainer; those above count the starts."""
+MAX_AUDITED = 1000
 EPOCHS = 16
 """Number of epochs that are remembered; leases of earlier ones have expired."""
 
@@ -96,6 +97,10 @@ class Progress:
     """Rollouts received."""
     verdict_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=1024))
     """Seconds from the arrival of each submission to its verdict, since the step before."""
+    audited: deque[tuple[str, int]] = field(
+        default_factory=lambda: deque[tuple[str, int]](maxlen=MAX_AUDITED)
+    )
+    """Submissions that were audited lately, and the newest policy version that sampled any of each."""
     late: int = 0
     """Batches that timed out since the last trained one."""
     zero_advantage: int = 0

@@ -201,6 +201,8 @@ class VerificationQueue:
         worker = self._registry.present_key(arrived.node)
         self.progress.verified_up_to = arrived.arrival
         del self.progress.used[arrived.arrival]
+        if versions := verified.audited.versions:
+            self.progress.audited.append((arrived.digest.hex(), max(versions)))
         measured = MeasuredRows()
         if arrived.arrival > self._counted_up_to:
             self._remember(arrived.node, self._environment(pending.lease), verified)

@@ -42,6 +42,10 @@ async def test_nodes_of_a_run_show_it_and_what_their_files_hold(
         peer = worker.node_id.hex()
         [newest, *_] = await fetched(swarm.trainer, f"api/verdicts?peer={peer}")
         assert newest["worker"] == peer
+        [audit, *_] = await fetched(swarm.trainer, "api/audits")
+        assert (audit["worker"], audit["result"]) == (peer, "clean")
+        assert audit["version"] >= 0
+        assert audit["tokens"] > 0
         async with asyncio.timeout(60):  # they are written beside the steps
             while not (rollouts := await fetched(swarm.trainer, "api/rollouts"))["rollouts"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)

@@ -310,6 +310,19 @@ async function drawEvaluations() {
   $("evaluation-table").replaceChildren(rows.length ? table("Evaluations, newest first", ["Version", "Environment", "Reward, 95 %", "Figures"], rows.reverse()) : element("p", {}, "no version has been evaluated beside training"));
 }
 
+async function drawAudits() {
+  const lines = await ask("audits", {}, $("audit-table"));
+  if (!lines) return;
+  const marks = { clean: "good", suspect: "warn" };
+  const rows = lines.map((line) => [
+    line.number, element("a", { href: `#peer/${encodeURIComponent(line.worker)}` }, clean(line.worker.slice(0, 10))), version(line.version),
+    element("span", { class: marks[line.result] ?? "bad" }, clean(line.result)), line.measure ? `${line.measure.name} ${short(line.measure.value)} of ${short(line.measure.reject)}` : "",
+    `${line.audited} of ${line.rollouts} rollouts, ${short(line.tokens)} tokens`, line.validator ? line.validator.slice(0, 10) : "trainer", line.reason,
+  ]);
+  $("audit-table").replaceChildren(rows.length ? table("Audits, newest first", ["Number", "Peer", "Version", "Result", "Closest to its bound", "Cost", "By", "Reason"], rows) : element("p", {}, "none yet"),
+    element("p", { class: "dim" }, "A token is read again by one prefill of the auditor. `primerl-node explain` shows the evidence."));
+}
+
 async function drawRollouts(step = "") {
   const answer = await ask("rollouts", step === "" ? {} : { step }, $("rollout-table"));
   if (!answer) return;
@@ -372,7 +385,7 @@ function route() {
     $("verdicts").replaceChildren();
     drawVerdicts();
   }
-  const first = { evaluations: drawEvaluations, rollouts: () => drawRollouts(), log: drawLog }[section.id];
+  const first = { audits: drawAudits, evaluations: drawEvaluations, rollouts: () => drawRollouts(), log: drawLog }[section.id];
   if (first) first();
   draw();
 }
@@ -429,6 +442,7 @@ async function main() {
   $("more").addEventListener("click", () => { limit += PAGE; drawPeers(); });
   $("step").addEventListener("change", () => drawRollouts($("step").value));
   $("log-again").addEventListener("click", drawLog);
+  $("audits-again").addEventListener("click", drawAudits);
   $("show-ticket").addEventListener("click", drawTicket);
   route();
   for (;;) {

@@ -6,9 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.kept_cases import row
-from support.verdict_cases import VERDICT, fill, signed
+from support.protocol_cases import STRANGER
+from support.verdict_cases import CLEAN, VERDICT, fill, signed, tampered
 
-from primerl.node.app.page_queries import MAX_ROLLOUTS, MAX_TEXT, PageQueries
+from primerl.node.app.page_queries import MAX_AUDITS, MAX_ROLLOUTS, MAX_TEXT, PageQueries
 from primerl.node.errors import StorageError, UsageError
 from primerl.node.evaluation.online import Evaluated
 from primerl.node.evaluation.statistics import Estimate, EvalFigures
@@ -81,6 +82,45 @@ async def test_verdicts_on_a_peer_are_read_beside_the_running_node(tmp_path: Pat
     assert line.rejected == VERDICT.rejected
     assert await queries.verdicts(line.worker) == [line]
     assert await queries.verdicts("00" * 32) == []
+    book.close()
+
+
+async def test_audits_are_listed_with_the_measure_that_decided_and_their_cost(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trainer" / "ledger.db"
+    suspect = msgspec.structs.replace(
+        VERDICT, rejections=(), rejected=0, evidence=VERDICT.evidence[1:], validator=b""
+    )
+    book = fill(
+        path, signed(VERDICT), signed(CLEAN), tampered(VERDICT, accepted=9), signed(suspect)
+    )
+    versions = {VERDICT.submission.hex(): 7}
+    queries = PageQueries(tmp_path / "trainer", tmp_path, lambda: versions)
+    newest, forged, guilty = await queries.audits()
+    assert (newest.result, newest.reason, newest.tokens) == ("suspect", "", 121)
+    assert newest.measure
+    assert (newest.measure.name, newest.measure.mark) == ("logprob", "?")
+    assert (forged.result, forged.measure, forged.tokens) == ("forged", None, 0)
+    assert (guilty.result, guilty.audited, guilty.rollouts) == ("rejected", 3, 4)
+    assert guilty.measure
+    assert (guilty.measure.name, guilty.measure.value) == ("fingerprint", 1.2)
+    assert guilty.reason == "wrong_model: fingerprint is 1.2 over 64 tokens"
+    assert (guilty.validator, guilty.version) == (STRANGER.node_id.hex(), 7)
+    msgspec.json.encode([newest, forged, guilty])
+    book.close()
+
+
+async def test_audits_are_the_newest_of_many_and_none_where_nothing_was_audited(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trainer" / "ledger.db"
+    assert await PageQueries(tmp_path / "trainer").audits() == []
+    many = [msgspec.structs.replace(VERDICT, lease_id=at) for at in range(MAX_AUDITS + 2)]
+    book = fill(path, signed(CLEAN), *map(signed, many))
+    lines = await PageQueries(tmp_path / "trainer").audits()
+    assert [line.number for line in lines] == list(range(MAX_AUDITS + 3, 3, -1))
+    assert {line.version for line in lines} == {-1}
     book.close()
 
 

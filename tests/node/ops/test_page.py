@@ -49,6 +49,7 @@ class ShownNode:
         self.rows = list(peers)
         self.queries: Mapping[str, Query] = {
             "verdicts": self.verdicts,
+            "audits": self.audits,
             "ticket": self.ticket,
             "log": self.log,
             "rollouts": self.rollouts,
@@ -67,6 +68,20 @@ class ShownNode:
     async def verdicts(self, peer: str) -> list[dict[str, object]]:
         line = {"number": 7, "lease": 3, "accepted": 1, "rejected": 2, "audited": 1, "fault": ""}
         return [{**line, "reason": "bad_reward", "worker": peer}]
+
+    async def audits(self) -> list[Mapping[str, object]]:
+        measure = {"name": "fingerprint", "value": 1.25, "suspect": 0.05, "reject": 0.1}
+        line = {"number": 9, "worker": PEER.id, "audited": 3, "rollouts": 4, "tokens": 185}
+        line |= {"validator": "", "version": 7, "measure": measure, "result": "rejected"}
+        clean: Mapping[str, object] = {
+            **line,
+            "result": "clean",
+            "measure": None,
+            "version": -1,
+            "reason": "",
+        }
+        reasons = ("wrong_model: fingerprint is 1.25", *HOSTILE)
+        return [*({**line, "reason": reason} for reason in reasons), clean]
 
     async def ticket(self) -> dict[str, object]:
         return {"ticket": "primerl1-abc", "expires": 2e9}
@@ -154,6 +169,19 @@ async def test_an_operator_sees_the_run_and_its_peers_live(chromium: Any, node: 
     await page.wait_for_selector("#verdicts td")
     assert "bad_reward" in await page.inner_text("#verdicts")
     assert PEER.id in await page.inner_text("#peer-facts")
+
+    await page.click("nav a[href='#audits']")
+    await page.wait_for_selector("#audit-table td")
+    cells = (await page.inner_text("#audit-table tbody tr")).split("\t")
+    assert cells[:4] == ["9", "ababababab", "7", "rejected"]
+    assert cells[4] == "fingerprint 1.25 of 0.1"
+    assert cells[5:] == [
+        "3 of 4 rollouts, 185 tokens",
+        "trainer",
+        "wrong_model: fingerprint is 1.25",
+    ]
+    await page.click("#audit-table tbody a")
+    await page.wait_for_selector("#verdicts td")
     assert problems == []
     await dashboard.close()
     await page.locator("#connection", has_text="waiting").wait_for()
@@ -178,9 +206,11 @@ async def test_strangers_text_stays_text_wherever_it_is_shown(
     node.rows = [replace(row, reasons={row.software: 3}, role=row.software) for row in odd]
     node.status = replace(TRAINER, waiting_for=HOSTILE[0], warnings=list(HOSTILE), phase=HOSTILE[2])
     dashboard, page = await opened(chromium, node, problems)
-    for view in ("run", "peers", "log", "rollouts", f"peer/{odd[0].id}"):
+    for view in ("run", "peers", "log", "audits", "rollouts", f"peer/{odd[0].id}"):
         await page.evaluate("view => { location.hash = view; }", view)
         await page.wait_for_selector(f"#{view.partition('/')[0]}:not([hidden])")
+        if view == "audits":
+            await page.wait_for_selector("#audit-table td")
         if view == "rollouts":
             await page.click("#rollout-table button")
             await page.wait_for_selector("#rollout .part")
@@ -203,7 +233,7 @@ async def test_it_fits_a_telephone_and_a_wall_in_light_and_dark(
     dashboard, page = await opened(chromium, node, problems)
     await page.set_viewport_size({"width": width, "height": 800})
     await page.emulate_media(color_scheme=scheme)
-    for view in ("run", "peers", "log", "rollouts", "ticket"):
+    for view in ("run", "peers", "audits", "log", "rollouts", "ticket"):
         await page.evaluate("view => { location.hash = view; }", view)
         await page.wait_for_selector(f"#{view}:not([hidden])")
         assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
@@ -226,7 +256,7 @@ async def test_it_can_be_used_without_a_mouse_and_everything_has_a_name(
         reached.append(
             await page.evaluate("document.activeElement.textContent.trim().slice(0, 30)")
         )
-    assert reached[:4] == ["Skip to the content", "Run", "Peers", "Evaluations"]
+    assert reached[:4] == ["Skip to the content", "Run", "Peers", "Audits"]
     await page.evaluate("location.hash = 'peers'")
     await page.wait_for_selector("#table tbody tr")
     await page.focus("#table thead button")
@@ -315,7 +345,7 @@ async def test_the_world_sees_a_run_and_its_contributors_but_no_more(chromium: A
     assert row.split("\t")[:3] == ["ababababab", "inference", "working"]
     await page.fill("#filter", "no such peer")
     assert await page.locator("#table tbody tr").count() == 0
-    for view in ("peer/ababababab", "log", "ticket", "rollouts"):  # whoever types them in
+    for view in ("peer/ababababab", "log", "ticket", "rollouts", "audits"):  # whoever types them in
         await page.evaluate("view => { location.hash = view; }", view)
         await page.wait_for_selector(f"#{view.partition('/')[0]}:not([hidden])")
     assert "basement-pc" not in await page.content()
