@@ -27,6 +27,15 @@ diff -u "$work/wanted" "$work/packed" || { echo "the wheel lacks or adds these" 
 
 "$tools/cyclonedx-py" requirements requirements.lock --pyproject pyproject.toml --mc-type application \
     --output-reproducible --output-file "$work/dist/sbom.cdx.json"
+# What is in the package itself, and in no requirement: the page's charts.
+"$tools/python" - "$work/dist/sbom.cdx.json" <<'END'
+import json, pathlib, re, sys
+path, version = pathlib.Path(sys.argv[1]), re.search(r"\(v([\d.]+)\)", open("node/ops/page/uplot.js").readline())[1]
+bom, purl = json.loads(path.read_text()), f"pkg:npm/uplot@{version}"
+bom["components"].append({"type": "library", "name": "uplot", "version": version, "purl": purl, "bom-ref": purl,
+                          "licenses": [{"license": {"id": "MIT"}}]})
+path.write_text(json.dumps(bom, indent=2, sort_keys=True))
+END
 
 # The wheel alone, with its requirements as the lock has them.
 "${PYTHON:-python3}" -m venv "$work/venv"

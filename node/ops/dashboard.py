@@ -45,6 +45,8 @@ FILES = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
     "/charts.js": ("charts.js", "text/javascript"),
+    "/uplot.js": ("uplot.js", "text/javascript"),
+    "/uplot.css": ("uplot.css", "text/css"),
 }
 """What holds nothing of the node, and needs no token."""
 OPEN = (*FILES, "/metrics")

@@ -1,7 +1,7 @@
 // The page of a node. All figures come from the node (/events); nothing is computed here but rates and places.
 // Strings may be a stranger's: they become text, cut and without control or bidirectional characters, never HTML.
 
-import { lineChart, short } from "./charts.js";
+import { short, showCharts } from "./charts.js";
 
 const MAX_TEXT = 400, PAGE = 100, RETRY_MS = 3000, RATE_MS = 60000, RATE_LEAST_MS = 8000;
 const $ = (id) => document.getElementById(id);
@@ -124,9 +124,9 @@ function drawCurves() {
   const { steps, values } = curves, points = (name) => steps.map((step, at) => [step, values[name][at]]);
   const environments = Object.keys(values).filter((name) => name.startsWith("reward/") && name !== "reward/mean");
   const rewards = [["mean", "reward/mean"], ...(environments.length > 1 ? environments.slice(0, 11).map((name) => [name.slice(7), name]) : [])];
-  const drawn = [lineChart("Reward", rewards.filter(([, name]) => values[name]).map(([label, name]) => ({ name: clean(label, 40), points: points(name) })))];
-  for (const [title, name] of CHARTS) if (values[name]) drawn.push(lineChart(title, [{ name: "", points: points(name) }]));
-  $("charts").replaceChildren(...drawn.filter(Boolean));
+  const series = rewards.filter(([, name]) => values[name]).map(([label, name]) => ({ name: clean(label, 40), points: points(name) }));
+  const others = CHARTS.filter(([, name]) => values[name]).map(([title, name]) => ({ title, series: [{ name: "", points: points(name) }] }));
+  showCharts($("charts"), [{ title: "Reward", series }, ...others]);
 }
 
 function drawRun() {
@@ -305,8 +305,8 @@ async function drawEvaluations() {
     const interval = low === null ? "" : ` (${short(low)} to ${short(high)})`;
     rows.push([number, environment, short(reward) + interval, Object.entries(each).map(([key, value]) => `${key} ${short(value)}`).join(", ")]);
   }
-  const chart = lineChart("Reward of evaluations", [...series].slice(0, 12).map(([name, points]) => ({ name: clean(name, 40), points })), "version");
-  $("evaluation-charts").replaceChildren(...(chart ? [chart] : []));
+  const evaluated = [...series].slice(0, 12).map(([name, points]) => ({ name: clean(name, 40), points }));
+  showCharts($("evaluation-charts"), [{ title: "Reward of evaluations", series: evaluated, axis: "version" }]);
   $("evaluation-table").replaceChildren(rows.length ? table("Evaluations, newest first", ["Version", "Environment", "Reward, 95 %", "Figures"], rows.reverse()) : element("p", {}, "no version has been evaluated beside training"));
 }
 

@@ -1,6 +1,7 @@
 """The page of a node: who may ask what, and what it costs. tests/node/ops/test_page.py has it in a browser."""
 
 import asyncio
+import hashlib
 import json
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 from support.figures import PEER, STATUS
+from support.repository import ROOT
 from support.waiting import until
 
 from primerl.node.errors import BusyError, NodeError, UsageError
@@ -114,7 +116,7 @@ async def test_a_viewer_gets_figures_again_and_again_and_curves_when_there_are_n
 async def test_the_empty_page_runs_no_code_but_its_own_and_is_shown_in_no_frame(
     browser: Browser,
 ) -> None:
-    for path in ("", "page.js", "charts.js", "page.css"):
+    for path in ("", "page.js", "charts.js", "page.css", "uplot.js", "uplot.css"):
         async with browser.session.get(browser.url + path) as reply:
             text, policy = await reply.text(), reply.headers["Content-Security-Policy"]
             assert reply.status == 200
@@ -123,7 +125,19 @@ async def test_the_empty_page_runs_no_code_but_its_own_and_is_shown_in_no_frame(
             assert "frame-ancestors 'none'" in policy
             assert reply.headers["Cache-Control"] == "no-store"
             for word in ("innerHTML", "eval(", "http://", "https://", 'style="', "onclick="):
-                assert word not in text.replace("http://www.w3.org/2000/svg", "")
+                assert word not in text.removeprefix("/*! https://github.com/leeoniya/uPlot")
+
+
+def test_what_draws_the_charts_is_a_release_of_uplot_unchanged() -> None:
+    """Digests of the npm package 1.6.32: dist/uPlot.iife.min.js, dist/uPlot.min.css, LICENSE."""
+    digests = {
+        "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+        "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+        "uplot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    }
+    for name, digest in digests.items():
+        data = (ROOT / "node/ops/page" / name).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == digest, name
 
 
 @pytest.mark.parametrize("path", ["events", "api/double?number=2", "api/other"])

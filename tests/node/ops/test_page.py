@@ -47,6 +47,8 @@ class ShownNode:
     def __init__(self, status: Status, *peers: PeerRow) -> None:
         self.status = status
         self.rows = list(peers)
+        self.steps = 100
+        self.rewards: tuple[str, ...] = ("mean",)
         self.queries: Mapping[str, Query] = {
             "verdicts": self.verdicts,
             "audits": self.audits,
@@ -60,10 +62,11 @@ class ShownNode:
         return NodeFigures(0.0, self.status, self.rows)
 
     def curves(self) -> Curves:
-        steps = list(range(1, 101))
-        return Curves(
-            steps, {"reward/mean": [step / 100 for step in steps], "loss/mean": [None, *steps[1:]]}
-        )
+        steps = list(range(1, self.steps + 1))
+        values: dict[str, list[float | None]] = {"loss/mean": [None, *steps[1:]]}
+        for name in self.rewards:
+            values[f"reward/{name}"] = [step / 100 for step in steps]
+        return Curves(steps, values)
 
     async def verdicts(self, peer: str) -> list[dict[str, object]]:
         line = {"number": 7, "lease": 3, "accepted": 1, "rejected": 2, "audited": 1, "fault": ""}
@@ -150,8 +153,14 @@ async def test_an_operator_sees_the_run_and_its_peers_live(chromium: Any, node: 
     tiles = await page.inner_text("#tiles")
     for words in ("3 of 10", "14 s", "0.002", "9000", "1.50 cores"):
         assert words in tiles
-    chart = await page.get_attribute("#charts svg", "aria-label")
+    chart = await page.get_attribute("#charts [role=img]", "aria-label")
     assert chart.startswith("Reward: step 1 to 100")
+    assert await page.text_content("#charts .u-legend") == "step100mean1"
+    node.steps = 110
+    await page.locator("#charts .u-legend", has_text="step110").first.wait_for()
+    assert await page.locator("#charts canvas").count() == 2
+    drawn = "[...document.querySelectorAll('canvas')].map((c) => c.toDataURL().length)"
+    assert min(await page.evaluate(drawn)) > 5000
     node.status = replace(TRAINER, step=4, waiting_for="")
     await page.locator("#tiles", has_text="4 of 10").wait_for()
     assert await page.is_hidden("#waiting")
@@ -203,9 +212,11 @@ async def test_strangers_text_stays_text_wherever_it_is_shown(
         )
         for at, text in enumerate(HOSTILE)
     ]
+    node.rewards = ("mean", *HOSTILE)
     node.rows = [replace(row, reasons={row.software: 3}, role=row.software) for row in odd]
     node.status = replace(TRAINER, waiting_for=HOSTILE[0], warnings=list(HOSTILE), phase=HOSTILE[2])
     dashboard, page = await opened(chromium, node, problems)
+    assert await page.locator("#charts .u-legend th").count() == 9  # and steps, and the loss
     for view in ("run", "peers", "log", "audits", "rollouts", f"peer/{odd[0].id}"):
         await page.evaluate("view => { location.hash = view; }", view)
         await page.wait_for_selector(f"#{view.partition('/')[0]}:not([hidden])")
