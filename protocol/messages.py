@@ -56,6 +56,7 @@ MAX_WATCHED = 4096
 Digests = Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=MAX_WATCHED)]
 WireVersion = Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=2**32)]
+Figure = Annotated[float, msgspec.Meta(ge=0, le=2**32)]
 Bitmap = Annotated[bytes, msgspec.Meta(max_length=MAX_WATCHED // 8)]
 """Bit i % 8 of byte i // 8 stands for the i-th of the chunks that were asked about."""
 
@@ -101,6 +102,13 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False, omit_defaults=T
     """Address and port from which a trial hello came; empty in other replies, and over a relay."""
     leaders: SmallSealed = b""
     """The root's sealed LeaderList, without which a node that was begun elsewhere does not lead; or empty."""
+    workers: Count = 0
+    """Workers whose work came back within a lease's time. This and what follows is in replies to a trial hello;
+    it is shown, never believed."""
+    rollouts_per_hour: Figure = 0.0
+    """Of one worker: the median of theirs."""
+    tokens_per_rollout: Figure = 0.0
+    """Sampled tokens of the newest accepted rollouts, mean; 0: not known."""
 
 
 class WatchHeads(Message, frozen=True):

@@ -43,7 +43,8 @@ over them; measurements of audits have signed means; a hello says which versions
 trial that admits nobody; a peer record may have a name; a retired key may have a successor; a worker says that
 it is paused, and why; a standby is a role of its own, and fetches backups of the run; a run may name a root
 key, which certifies the nodes that lead it after its trainer, and heads travel with that list; a run may have
-learners, whose contributions the manifests of its versions list.
+learners, whose contributions the manifests of its versions list; the answer to a trial hello has the pace of
+the workers and the length of rollouts.
 """
 OLDEST_WIRE_VERSION = 2
 """The oldest that this release speaks. It follows WIRE_VERSION by one release, as UPGRADING.md promises."""

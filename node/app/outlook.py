@@ -18,7 +18,6 @@ from ..reports.doctor import MachineCheck
 from .reach import TOKEN_BYTES, Outside, Reach, Speed
 
 HOURS = 24
-LATER = "measured after the first lease"
 
 
 @dataclass(frozen=True)
@@ -31,13 +30,14 @@ class Outlook:
     tokens_per_s: float | None
     """Of the last work of a node in this data directory."""
     rollouts_per_hour: float | None
-    """At that pace, of the longest replies: shorter ones are more."""
+    """At that pace, of the length that is usual in the run, or the longest where that is not known; without a
+    pace, that of the median worker of the run."""
     link_rollouts_per_hour: float | None
     """Longest rollouts that the way to the trainer carries, at least."""
     down_bytes_per_day: float | None
     """Weights, for a worker that fetches every version."""
     up_bytes_per_day: float | None
-    """Generated tokens at that pace, at most; prompts and chunks for other workers come on top."""
+    """Generated tokens of these rollouts, at most; prompts and chunks for other workers come on top."""
     exit_code: int
     """0 if this machine can work for the run, by all that is known; else as of the command that would fail."""
 
@@ -76,16 +76,21 @@ def judge(
     own = list(_environments(run.environments)) if run is not None else []
     checks = [*_ways(reach), *own, memory_check]
     up = reach.upload.per_second if reach.upload else None
-    rollouts = link = None
-    if run is not None and tokens_per_s is not None:
+    rollouts, link = reach.worker_rollouts_per_hour, None
+    length = reach.rollout_tokens
+    if run is not None and length is None:
         longest = max(environment.sampling.max_tokens for environment in run.environments)
-        rollouts = tokens_per_s * 3600 / min(longest, run.limits.max_model_len)
+        length = min(longest, run.limits.max_model_len)
+    if tokens_per_s is not None:
+        rollouts = tokens_per_s * 3600 / length if length else None
     if up is not None and reach.rollout_bytes:
         link = up * 3600 / reach.rollout_bytes
     down = None
     if reach.versions_per_hour is not None and reach.version_bytes is not None:
         down = HOURS * reach.versions_per_hour * reach.version_bytes
-    sent = None if tokens_per_s is None else HOURS * 3600 * tokens_per_s * TOKEN_BYTES
+    sent = None
+    if rollouts is not None and length:
+        sent = HOURS * rollouts * length * TOKEN_BYTES
     return Outlook(
         reach,
         checks,
@@ -237,13 +242,7 @@ def sentences(outlook: Outlook) -> Iterator[str]:
     else:
         known = "" if reach.may_join else ", as far as can be told from here"
         yield f"You can work for this run{f' ({reach.run_name})' if reach.run_name else ''}{known}."
-    if outlook.rollouts_per_hour is not None:
-        yield (
-            f"Rollouts: about {outlook.rollouts_per_hour:,.0f} an hour of the longest replies, at the "
-            f"{outlook.tokens_per_s:,.0f} tokens/s of the last work here; more where replies are shorter."
-        )
-    else:
-        yield f"Rollouts an hour: not known, {LATER}."
+    yield _rollouts(outlook)
     if outlook.link_rollouts_per_hour is not None:
         yield f"The way up carries at least {outlook.link_rollouts_per_hour:,.0f} of the longest an hour."
     if reach.first_bytes is not None:
@@ -265,6 +264,29 @@ def sentences(outlook: Outlook) -> Iterator[str]:
             f"Up: at most {_size(reach.rollout_bytes)} a rollout, and chunks for other workers "
             "(limits.upload bounds both)."
         )
+
+
+def _rollouts(outlook: Outlook) -> str:
+    """Say how many rollouts an hour to expect, and from what that is known; or why it is not."""
+    reach, hourly, pace = outlook.reach, outlook.rollouts_per_hour, outlook.tokens_per_s
+    length = reach.rollout_tokens
+    if hourly is not None and pace is not None:
+        of = "of the longest replies; more where they are shorter"
+        of = f"of {length:,.0f} tokens each, as the run's are lately" if length else of
+        return f"Rollouts: about {hourly:,.0f} an hour at the {pace:,.0f} tokens/s of the last work here, {of}."
+    if hourly is not None:
+        who = f"the {reach.workers} workers" if reach.workers != 1 else "the one worker"
+        of = f", of {length:,.0f} tokens each" if length else ""
+        return (
+            f"Rollouts: about {hourly:,.0f} an hour{of}, if this machine is as fast as {who} of the run (their "
+            "median); its own speed is measured by its first leases."
+        )
+    if reach.workers == 0:
+        return (
+            "Rollouts an hour: not known, as nobody works for the run now, and no work was done in this data "
+            "directory; the first leases measure it."
+        )
+    return "Rollouts an hour: not known, as the trainer does not say how fast its workers are."
 
 
 def _takes(reach: Reach) -> str:

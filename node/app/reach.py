@@ -152,6 +152,12 @@ class Reach:
     """Mean bytes of the newest versions, as a worker that keeps up fetches them."""
     first_bytes: int | None = None
     """Bytes until the first rollout: files of the model, its base if policies are adapters, the policy."""
+    workers: int | None = None
+    """Workers that work for the run now; None where the trainer does not say, as one of before this field."""
+    worker_rollouts_per_hour: float | None = None
+    """Of the median of them; None where nobody works."""
+    rollout_tokens: float | None = None
+    """Mean sampled tokens of a rollout lately; None where that is not known."""
     rollout_bytes: int | None = None
     """Most bytes of the longest rollout, on its way to the trainer."""
 
@@ -403,6 +409,8 @@ async def _hello(
     reach.seen_from = printable(welcome.seen_from)
     if welcome.unix_time:
         reach.clock_ahead_s = now - welcome.unix_time
+    reach.workers, reach.rollout_tokens = welcome.workers, welcome.tokens_per_rollout or None
+    reach.worker_rollouts_per_hour = welcome.rollouts_per_hour or None
     documents = read_documents(welcome.manifest, ticket.run, now=0)
     outside.leaders, run = leaders_of(documents, welcome.leaders), documents.manifest
     outside.manifest = run

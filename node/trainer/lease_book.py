@@ -798,6 +798,14 @@ class LeaseBook:
             number for number, queue in enumerate(self.tasks) if behind and queue.owed <= -batch
         }
 
+    def paces(self, since: float) -> dict[bytes, float]:
+        """Return the groups a second of each node whose work came back after `since` (Unix seconds)."""
+        return {
+            node: 1.0 / record.pace
+            for node, record in self.nodes.items()
+            if record.pace > 0.0 and record.settled > since
+        }
+
     def _coming(self, staffed: Collection[int], now: float) -> set[int]:
         """Return the environments that the others may wait for.
 
@@ -809,11 +817,7 @@ class LeaseBook:
             if number in staffed and queue.staffed_at == -math.inf:
                 queue.staffed_at = now
         since = now - self.policy.timeout_s
-        paces = {
-            node: 1.0 / record.pace
-            for node, record in (self.nodes.items() if len(self.tasks) > 1 else ())
-            if record.pace > 0.0 and record.settled > since
-        }
+        paces = self.paces(since) if len(self.tasks) > 1 else {}
         ratios = sum(
             share.ratio
             for number, share in enumerate(self.policy.environments)

@@ -241,12 +241,10 @@ class VerificationQueue:
 
     def _note_rewards(self, node: bytes, verified: Verified) -> None:
         for group in verified.groups:
-            self._outliers.note(
-                node,
-                group.environment,
-                [rollout.reward for rollout in group.rollouts],
-                [sum(map(sum, (b.mask for b in rollout.branches))) for rollout in group.rollouts],
-            )
+            rewards = [rollout.reward for rollout in group.rollouts]
+            lengths = [sum(map(sum, (b.mask for b in row.branches))) for row in group.rollouts]
+            self._outliers.note(node, group.environment, rewards, lengths)
+            self._registry.lengths.extend(lengths)
 
     def _rate(self, node: bytes, environment: str, conditions: AuditConditions | None) -> float:
         """Return the share of this worker's rollouts of an environment to audit now."""

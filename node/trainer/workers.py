@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import msgspec
 
@@ -78,6 +79,7 @@ JOINING_S = 10.0
 MIN_PREFIX = 4
 """Hex digits of a worker's id that name it."""
 MAX_TURNED_AWAY = 64
+MAX_LENGTHS = 1024
 """Refused nodes that are remembered, to be shown."""
 MAX_SUCCESSIONS = 16
 """Keys that give one place on, one after the other: each is remembered for ever."""
@@ -193,6 +195,8 @@ class WorkerRegistry:
         self.reputations: dict[bytes, Reputation] = {}
         self.environments = environments
         self.work = WorkRecords()
+        self.lengths: deque[int] = deque(maxlen=MAX_LENGTHS)
+        """Sampled tokens of the newest accepted rollouts."""
         self._calibration = calibration
         self.bounds = BoundsBook(services, calibration, self.reputation, clock)
         for row in services.ledger.admitted():
@@ -398,7 +402,22 @@ class WorkerRegistry:
             raise RemoteProtocolError(Reason.BUSY, TOO_MANY_HELLOS)
         seen_from = self.services.peers.seen_from(peer)
         leaders = self.services.leaders.sealed
-        return Welcome(self._sealed_manifest, __version__, common, now, seen_from, leaders)
+        return Welcome(
+            self._sealed_manifest, __version__, common, now, seen_from, leaders, *self._pace()
+        )
+
+    def _pace(self) -> tuple[int, float, float]:
+        """Compute the workers that work, the rollouts an hour of the median one, and the mean length of a
+        rollout."""
+        shares = self.book.policy.environments
+        paces = self.book.paces(time.time() - self.book.policy.timeout_s)
+        working = [pace for node, pace in paces.items() if self.proven(node)]
+        length = sum(self.lengths) / len(self.lengths) if self.lengths else 0.0
+        if not working:
+            return 0, 0.0, length
+        ratios = sum(share.ratio for share in shares)
+        group_size = sum(share.ratio * share.group_size for share in shares) / ratios
+        return len(working), 3600 * group_size * median(working), length
 
     def _common_version(self, hello: Hello) -> int:
         """Return the newest wire version that both speak. Raises RemoteProtocolError."""

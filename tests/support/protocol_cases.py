@@ -510,6 +510,18 @@ LED: tuple[m.Message, ...] = (
 )
 """Those messages that say more in a run that has successors to its trainer."""
 
+TRIED = m.Welcome(
+    sealed(Purpose.RUN),
+    "0.1.0",
+    2,
+    NOW,
+    "192.0.2.7:4433",
+    workers=3,
+    rollouts_per_hour=360.0,
+    tokens_per_rollout=50.5,
+)
+"""The answer to a trial hello."""
+
 
 class refuses:
     """`with refuses(Reason.X):` - the block must raise RemoteProtocolError for exactly that reason."""

@@ -102,6 +102,7 @@ def build() -> dict[str, Any]:
         "envelopes": {purpose.value: cases.sealed(purpose).hex() for purpose in cases.ENVELOPES},
         "frames": {type(one).__name__: frame(one).hex() for one in cases.MESSAGES},
         "frames_with_successors": {type(one).__name__: frame(one).hex() for one in cases.LED},
+        "frame_of_a_trial": frame(cases.TRIED).hex(),
         "sample_seeds": samples(),
         "states": {name: state_digest(digests(state)).hex() for name, state in STATES.items()},
     }

@@ -87,6 +87,10 @@ async def test_a_look_finds_what_the_trainer_says_and_measures_the_way(
         assert outside.model is not None
         assert outside.model["model_type"] == "qwen3"
         assert "memory" in {check.name for check in outlook.checks}
+        assert reach.workers == 1
+        assert reach.rollout_tokens
+        assert outlook.rollouts_per_hour == reach.worker_rollouts_per_hour
+        assert outlook.up_bytes_per_day
         assert (await swarm.trainer.status())["warnings"] == []
 
 
@@ -318,9 +322,32 @@ def test_the_exit_code_says_whether_one_can_work(changes: dict[str, Any], code: 
     assert seen(**changes).exit_code == code
 
 
+def test_rollouts_an_hour_are_of_this_machine_or_of_the_run_s_workers_or_not_known() -> None:
+    def text(tokens_per_s: float | None = None, **known: Any) -> str:
+        reach = Reach("t", "r", may_join=True, udp=Way(True, 12.0), **known)
+        outlook = judge(Outside(reach), EngineConfig(), CPU, 1, tokens_per_s)
+        return "\n".join(sentences(outlook))
+
+    workers: dict[str, Any] = {
+        "workers": 3,
+        "worker_rollouts_per_hour": 360.0,
+        "rollout_tokens": 50.0,
+    }
+    theirs = text(**workers)
+    assert (
+        "about 360 an hour, of 50 tokens each, if this machine is as fast as the 3 workers"
+        in theirs
+    )
+    assert "Up: at most 27.6 MB a day" in theirs  # 360 * 24 * 50 tokens of 64 bytes
+    own = text(100.0, **workers)
+    assert "about 7,200 an hour at the 100 tokens/s of the last work here, of 50 tokens each" in own
+    nobody = text(workers=0)
+    assert "not known, as nobody works for the run now" in nobody
+
+
 def test_what_is_not_known_is_said_to_be_unknown_and_what_is_known_is_multiplied() -> None:
     text = "\n".join(sentences(seen()))
-    assert "Rollouts an hour: not known, measured after the first lease." in text
+    assert "Rollouts an hour: not known, as the trainer does not say" in text
     assert "240.0 MB a day, for 10.0 versions an hour of 1.0 MB each" in text
     assert "To begin: 10.0 MB to fetch, 5 s at this speed." in text
     fewer = "\n".join(sentences(seen(versions_per_hour=None)))
