@@ -2006,9 +2006,9 @@ FAULTS = (
     Fault(
         "the world reads what a peer calls its role",
         "node/ops/figures.py",
-        'peer.role = peer.role if peer.role in ROLES else ""  # a peer\'s own word',
-        "peer.role = peer.role or ROLES[0]",
-        ("test_a_peer_s_role_is_shown_if_there_is_such_a_role",),
+        "known = [row for row in figures.peers if row.role in ROLES]",
+        "known = figures.peers",
+        ("test_a_peer_is_shown_if_there_is_a_role_like_its_own",),
     ),
     Fault(
         "page answers without its token",

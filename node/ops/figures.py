@@ -442,10 +442,10 @@ class PublicFigures(msgspec.Struct):
 
 def public_figures(figures: NodeFigures, curves: Curves) -> PublicFigures:
     """Take from figures what the Public types name."""
-    best = sorted(figures.peers, key=lambda row: -row.accepted)[:MAX_PUBLIC_PEERS]
+    # a peer's own word, empty for one that only asked something
+    known = [row for row in figures.peers if row.role in ROLES]
+    best = sorted(known, key=lambda row: -row.accepted)[:MAX_PUBLIC_PEERS]
     peers = [msgspec.convert(row, PublicPeer, from_attributes=True) for row in best]
-    for peer in peers:
-        peer.role = peer.role if peer.role in ROLES else ""  # a peer's own word
     return PublicFigures(
         figures.time,
         msgspec.convert(figures.status, PublicStatus, from_attributes=True),

@@ -244,7 +244,7 @@ class VerificationQueue:
             rewards = [rollout.reward for rollout in group.rollouts]
             lengths = [sum(map(sum, (b.mask for b in row.branches))) for row in group.rollouts]
             self._outliers.note(node, group.environment, rewards, lengths)
-            self._registry.lengths.extend(lengths)
+            self._registry.lengths.extend((time.time(), length) for length in lengths)
 
     def _rate(self, node: bytes, environment: str, conditions: AuditConditions | None) -> float:
         """Return the share of this worker's rollouts of an environment to audit now."""

@@ -195,8 +195,8 @@ class WorkerRegistry:
         self.reputations: dict[bytes, Reputation] = {}
         self.environments = environments
         self.work = WorkRecords()
-        self.lengths: deque[int] = deque(maxlen=MAX_LENGTHS)
-        """Sampled tokens of the newest accepted rollouts."""
+        self.lengths: deque[tuple[float, int]] = deque(maxlen=MAX_LENGTHS)
+        """Unix time of the verdict and sampled tokens of the newest accepted rollouts."""
         self._calibration = calibration
         self.bounds = BoundsBook(services, calibration, self.reputation, clock)
         for row in services.ledger.admitted():
@@ -408,16 +408,20 @@ class WorkerRegistry:
 
     def _pace(self) -> tuple[int, float, float]:
         """Compute the workers that work, the rollouts an hour of the median one, and the mean length of a
-        rollout."""
-        shares = self.book.policy.environments
-        paces = self.book.paces(time.time() - self.book.policy.timeout_s)
+        rollout.
+
+        Of the rollouts that the run gets each has the part of its pace: no worker works all the time where
+        they make more than the run takes.
+        """
+        now = time.time()
+        paces = self.book.paces(now - self.book.policy.timeout_s)
         working = [pace for node, pace in paces.items() if self.proven(node)]
-        length = sum(self.lengths) / len(self.lengths) if self.lengths else 0.0
-        if not working:
-            return 0, 0.0, length
-        ratios = sum(share.ratio for share in shares)
-        group_size = sum(share.ratio * share.group_size for share in shares) / ratios
-        return len(working), 3600 * group_size * median(working), length
+        count = len(self.lengths)
+        length = sum(tokens for _, tokens in self.lengths) / count if count else 0.0
+        if not working or count < 2:
+            return len(working), 0.0, length
+        hourly = 3600 * (count - 1) / max(1.0, now - self.lengths[0][0])
+        return len(working), hourly * median(working) / sum(working), length
 
     def _common_version(self, hello: Hello) -> int:
         """Return the newest wire version that both speak. Raises RemoteProtocolError."""

@@ -134,10 +134,11 @@ async def test_no_answer_holds_an_address_a_prompt_a_ticket_a_token_or_a_peer_s_
     )
 
 
-async def test_a_peer_s_role_is_shown_if_there_is_such_a_role() -> None:
-    peers = [msgspec.structs.replace(PEER, role=role) for role in ("validator", "<b>10.0.0.1</b>")]
+async def test_a_peer_is_shown_if_there_is_a_role_like_its_own() -> None:
+    roles = ("validator", "<b>10.0.0.1</b>", "")
+    peers = [msgspec.structs.replace(PEER, role=role) for role in roles]
     shown = public_figures(NodeFigures(0.0, TRAINER, peers), Curves())
-    assert [peer.role for peer in shown.peers] == ["validator", ""]
+    assert [peer.role for peer in shown.peers] == ["validator"]
 
 
 async def test_a_run_that_does_not_answer_is_said_to_be_away_and_no_more(tmp_path: Path) -> None:
