@@ -32,6 +32,7 @@ from .command import (
 )
 
 if TYPE_CHECKING:
+    from ..node.app.tickets import TicketPlace
     from ..node.config.reload import ConfigSource
     from ..node.config.run import JoinConfig
     from ..node.environments.allowed import EnvironmentNotAllowed
@@ -137,13 +138,14 @@ def run(
     from .live import open_view
 
     check_present(config.engine)
+    place = ticket_place(config.ticket)
     if config.ticket != "-" or not is_pipe(sys.stdin.fileno()):
         config = with_checked_ticket(config)
     check_free(config)
     while True:
         try:
             with open_view(f"primerl-node join as {config.role}", LINE_EVERY_S) as view:
-                arguments_of_trainer = run_to_end(_join(config, source, view))
+                arguments_of_trainer = run_to_end(_join(config, source, view, place))
         except EnvironmentNotAllowed as refused:
             # the node has left, and its live view is off the screen
             config = asked(config, refused)
@@ -162,7 +164,9 @@ def run(
         return
 
 
-async def _join(config: "JoinConfig", source: "ConfigSource", view: "OpenView") -> list[str]:
+async def _join(
+    config: "JoinConfig", source: "ConfigSource", view: "OpenView", place: "TicketPlace | None"
+) -> list[str]:
     """Work until the run ends, with our own node in the view; the last line sums up its work.
 
     Returns the arguments of `train` if this node has to lead the run now; else none.
@@ -176,7 +180,7 @@ async def _join(config: "JoinConfig", source: "ConfigSource", view: "OpenView") 
     data_dir = config.data_dir or default_data_dir()
     nodes = {config.role: NodeState(config.role, data_dir, note="starting")}
     try:
-        node = await watched(nodes, view, join(config, ticket, source), pace_s=view.pace_s)
+        node = await watched(nodes, view, join(config, ticket, source, place), pace_s=view.pace_s)
     except EnvironmentNotAllowed:
         nodes.clear()  # it did nothing: its owner is asked
         raise
@@ -283,6 +287,22 @@ def ticket_text(given: str) -> str:
     if not text.strip().startswith(PREFIXES):
         raise TicketError(f"{name} holds no ticket: they start with {PACKED}")
     return text.strip()
+
+
+def ticket_place(given: str) -> "TicketPlace | None":
+    """Return the file or page that a ticket is given by; None for the ticket itself, and for a pipe."""
+    from ..node.app.tickets import TicketPlace
+    from ..protocol.tickets import PREFIXES
+
+    if given in ("", "-") or given.strip().startswith(PREFIXES):
+        return None
+    if "://" in given:  # its query may be a secret
+        return TicketPlace(given.partition("?")[0][:80], partial(ticket_text, given))
+    try:
+        path = expand_home(given).absolute()
+        return TicketPlace(str(path), partial(ticket_text, str(path))) if path.is_file() else None
+    except (OSError, ValueError):
+        return None  # no file: what reads the ticket says so
 
 
 def _file_text(given: str) -> str:

@@ -43,6 +43,7 @@ from ..storage.run_files import claim, held
 if TYPE_CHECKING:
     from .judge import JudgeAddress
     from .peer_node import PeerNode
+    from .tickets import TicketPlace
 
 KEY_FILE = "key.pem"
 RETIRED_FILE = "key.retired"
@@ -101,11 +102,12 @@ async def join(
     config: JoinConfig,
     ticket: Callable[[], Awaitable[str]] | None = None,
     source: ConfigSource | None = None,
+    place: "TicketPlace | None" = None,
 ) -> "PeerNode":
     """Run a node that joins until the run ends, it is stopped, or it has to lead the run; return it.
 
     `ticket` waits for the ticket, where the config has none yet: what takes long to load is loaded meanwhile.
-    `source` is where `config` is from. Raises NodeError, KeyFileError.
+    `source` is where `config` is from, `place` where the ticket is. Raises NodeError, KeyFileError.
     """
     from ..inference.build import build_engine
     from ..inference.hosted import begun_ahead
@@ -133,7 +135,7 @@ async def join(
         if ticket is not None:
             config = config.model_copy(update={"ticket": await ticket()})
         node = kinds[config.role](config, load_key(data_dir), data_dir, factories)
-        node.source = source
+        node.source, node.ticket_place = source, place
         await node.run()
     return node
 

@@ -82,7 +82,7 @@ from .factories import Factories, sandboxed
 from .page_queries import PageQueries
 from .running_node import Node
 from .services import drop_other_runs, open_services, open_store
-from .tickets import remember, run_directory, usable_ticket
+from .tickets import TicketPlace, read_again, remember, run_directory, usable_ticket
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -151,6 +151,8 @@ class PeerNode(Node):
         self._config = config
         self._factories = factories or sandboxed(config)
         self._ticket = ""
+        self.ticket_place: TicketPlace | None = None
+        """Where its ticket may be read again; None: nowhere."""
         self._weights: WeightSync | None = None
         self._name = ""
         self._obstacle = ""
@@ -228,6 +230,9 @@ class PeerNode(Node):
                     tasks.create_task(services.watch_key()),
                     tasks.create_task(self._keep_limits(services)),
                 ]
+                if self.ticket_place is not None:
+                    rereading = self._read_ticket_again(services, self.ticket_place)
+                    background.append(tasks.create_task(rereading))
                 gossip = services.gossip()
                 if gossip is not None:
                     background.append(tasks.create_task(gossip.run()))
@@ -488,6 +493,34 @@ class PeerNode(Node):
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, RETRY_MAX_S)
         raise AssertionError  # leaders are asked for ever
+
+    async def _read_ticket_again(self, services: NodeServices, place: TicketPlace) -> None:
+        """Go on with the addresses of the ticket at its place, while the trainer is not heard."""
+        pause, said = place.first_s, ""
+        while True:
+            await asyncio.sleep(pause)
+            if time.monotonic() - services.heads.unwatched_since < place.first_s:
+                pause = place.first_s
+                continue
+            pause = min(pause * 1.5, place.most_s)
+            try:
+                text, ticket = await asyncio.to_thread(
+                    read_again, place, services.leaders, int(time.time())
+                )
+            except TicketError as error:
+                why = printable(f"the ticket in {place.name} is not used: {error}", None)
+                if why != said:
+                    logger.warning("%s", why)
+                said = why
+                continue
+            if text != self._ticket:
+                self._ticket, said = text, ""
+                services.peers.hint(ticket.trainer, ticket.addresses)
+                logger.warning(
+                    "the trainer is not heard, %s has a newer ticket: trying %s",
+                    printable(place.name),
+                    ", ".join(ticket.addresses),
+                )
 
     def _documents_without_trainer(
         self, services: NodeServices, waited: float

@@ -4,10 +4,14 @@ An admitted node is known by its key, so it needs a valid ticket only once.
 """
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from ...crypto.hashing import short
 from ...protocol import tickets
 from ...protocol.errors import Reason, RemoteProtocolError
+from ...protocol.leaders import Leaders
 from ...protocol.manifests import Ticket
 from ..errors import TicketError
 from ..storage.ledger import Ledger, LedgerView
@@ -43,6 +47,36 @@ def usable_ticket(given: str, data_dir: Path, now: int) -> str:
             "the ticket is damaged: copy it again, from its first character to its last"
         ) from error
     return given
+
+
+@dataclass(frozen=True)
+class TicketPlace:
+    """The file or page that a ticket came from, where its operator may put a newer one."""
+
+    name: str
+    read: Callable[[], str]
+    """Returns the text there, in a thread. Raises TicketError."""
+    first_s: float = 30.0
+    """Seconds without the trainer before it is read again, then ever more rarely."""
+    most_s: float = 600.0
+
+
+def read_again(place: TicketPlace, leaders: Leaders, now: int) -> tuple[str, Ticket]:
+    """Read the ticket at its place again, and open it. `now` in Unix seconds.
+
+    Raises TicketError for one that is not of the same run and a node that may lead it: whoever controls the
+    place can then only hand out what such a node has signed.
+    """
+    try:
+        text = place.read()
+        ticket = tickets.read(text, now=now)
+    except RemoteProtocolError as error:
+        raise TicketError(f"it is no valid ticket: {error.detail or error.reason.value}") from error
+    if ticket.run != leaders.run:
+        raise TicketError(f"it is of another run ({short(ticket.run)})")
+    if ticket.trainer not in leaders:
+        raise TicketError(f"it names another trainer ({short(ticket.trainer)})")
+    return text, ticket
 
 
 def run_directory(data_dir: Path, run: bytes) -> Path:

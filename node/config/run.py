@@ -644,7 +644,8 @@ class JoinConfig(NodeConfig):
     """`inference` generates rollouts; `validator` audits those of others; `standby` keeps a copy of the run,
     and leads it if its trainer is lost; `learner` trains it together with its trainer."""
     ticket: str = ""
-    """The join ticket that the trainer printed, or a file or an https link that holds it."""
+    """The join ticket that the trainer printed, or a file or an https link that holds it; these are read again
+    while the trainer is not heard, for its new address."""
     limits: LimitsConfig = LimitsConfig()  # pyright: ignore[reportIncompatibleVariableOverride] - only read
     environments: AllowedConfig = AllowedConfig()
     sandbox: WorkerSandboxConfig = WorkerSandboxConfig()

@@ -18,6 +18,7 @@ from primerl.cli.join import (
     asked,
     is_pipe,
     piped_text,
+    ticket_place,
     ticket_text,
     with_allowed,
     with_checked_ticket,
@@ -74,6 +75,24 @@ def test_a_good_ticket_passes_as_text_out_of_a_file_and_through_a_pipe(
     with ThreadPoolExecutor(1) as pool:
         pool.submit((home / "pipe").write_text, "primerl1-x\n")
         assert ticket_text("pipe") == "primerl1-x"
+
+
+def test_a_file_or_a_link_can_be_read_again_a_ticket_and_a_pipe_cannot(home: Path) -> None:
+    text = ticket()
+    os.mkfifo(home / "pipe")
+    for given in ("", "-", text, f" {text}", "pipe", "none", "x" * 5000, "a\0b"):
+        assert ticket_place(given) is None
+    (home / "t").write_text("")
+    place = ticket_place("~/t")
+    assert place
+    assert place.name == str(home / "t")
+    with pytest.raises(TicketError, match="holds no ticket"):
+        place.read()
+    (home / "t").write_text(text)
+    assert place.read() == text
+    link = ticket_place("https://example.org/t?secret=1")
+    assert link
+    assert link.name == "https://example.org/t"
 
 
 class Pages(Quiet):

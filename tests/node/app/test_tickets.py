@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from support.protocol_cases import LEADERS, NOW, STRANGER, TICKET, TRAINER
 from support.swarm import Swarm
 from support.waiting import until
 
+from primerl.node.app.tickets import TicketPlace, read_again
 from primerl.node.errors import NodeError, TicketError
 from primerl.node.ops import control
 from primerl.protocol import tickets
@@ -136,3 +139,25 @@ async def test_an_admitted_data_directory_joins_with_an_expired_ticket_and_with_
         swarm.ticket = ""
         with pytest.raises(TicketError, match="was never admitted to a run"):
             await swarm.add_worker("w3").ended(20.0)
+
+
+def test_a_ticket_that_is_read_again_counts_if_a_leader_of_the_same_run_signed_it() -> None:
+    def at(text: str) -> TicketPlace:
+        return TicketPlace("the page", lambda: text)
+
+    moved = msgspec.structs.replace(TICKET, addresses=("192.0.2.99:4433",))
+    text = tickets.issue(TRAINER, moved)
+    assert read_again(at(text), LEADERS, NOW) == (text, moved)
+    other_run = msgspec.structs.replace(moved, run=bytes(32))
+    stranger = msgspec.structs.replace(moved, trainer=STRANGER.node_id)
+    for wrong, why in (
+        (tickets.issue(TRAINER, other_run), r"^it is of another run \("),
+        (tickets.issue(STRANGER, stranger), r"^it names another trainer \("),
+        (text[:-6], "^it is no valid ticket: "),
+        ("<html>" + "x" * 9000, "^it is no valid ticket: "),
+    ):
+        with pytest.raises(TicketError, match=why) as refused:
+            read_again(at(wrong), LEADERS, NOW)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(TicketError, match="expired"):
+        read_again(at(text), LEADERS, TICKET.expires + 3600)
