@@ -1,4 +1,4 @@
-"""A trainer that comes back at another address: its worker reads the ticket again, at the place of the first."""
+"""A trainer that comes back elsewhere: its worker reads the ticket again, at the place of the first."""
 
 import asyncio
 from pathlib import Path
