@@ -2,7 +2,6 @@
 
 import os
 import sys
-import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -56,6 +55,8 @@ def bundle(
             raise UsageError("nobody can be asked whether to write it: add --yes")
         if not typer.confirm(f"write {out}?"):
             return
+    import zipfile
+
     with whole_file(out) as path, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in files.items():
             archive.writestr(name, text)

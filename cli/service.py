@@ -10,14 +10,16 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from functools import partial
+from html import escape as escape_html
 from pathlib import Path
 from typing import Annotated
-from xml.sax.saxutils import escape
 
 import typer
 
 from .command import config_of, read_config
 
+escape = partial(escape_html, quote=False)
 COMMANDS = ("join", "inference", "train", "rl", "judge")
 """Commands that a service may run."""
 NOT_AGAIN = "2 3 4 8 9"

@@ -637,7 +637,7 @@ class WorkerRegistry:
             self._tier(node) == Tier.NEWCOMER
             and (known is None or known.snapshot() == Reputation().snapshot())
             and (leases is None or leases == NodeRecord())
-            and self.services.peers.get(node).path() is None
+            and not self.services.peers.get(node).connected
         )
 
     def members(self, within_s: float) -> set[bytes]:
@@ -691,7 +691,7 @@ class WorkerRegistry:
     def silence(self, node: bytes) -> float:
         """Return the seconds since a node's last request; 0 while it loads its first policy."""
         loading = self.workers[node].stats.version < 0  # until then it need not send any
-        if loading and self.services.peers.get(node).path() is not None:
+        if loading and self.services.peers.get(node).connected:
             return 0.0
         return self.clock() - self._heard(node)
 

@@ -76,10 +76,12 @@ async def test_bytes_of_a_connection_that_ended_unnoticed_are_not_forgotten() ->
     await stream.write(bytes(1000))
     table = PeerTable()
     table.connected(b"t" * 32, connection)
+    assert table.get(b"t" * 32).connected
     before = table.get(b"t" * 32).traffic()
     assert before[0] >= 1000
     await connection.close()
-    assert table.get(b"t" * 32).path() is None
+    assert not table.get(b"t" * 32).connected
+    assert table.get(b"t" * 32).path_and_traffic()[0] is None
     assert table.get(b"t" * 32).traffic() == before
     table.disconnected(b"t" * 32, connection)
     assert table.get(b"t" * 32).traffic() == before
