@@ -2002,6 +2002,14 @@ FAULTS = (
         'if scheme.lower() != "bearer":',
         ("test_with_a_key_nobody_without_it_gets_more_than_the_health",),
     ),
+    # -- tickets
+    Fault(
+        "a page that a ticket came from hands out that of another run",
+        "node/app/tickets.py",
+        "if ticket.run != leaders.run:",
+        "if False:",
+        ("test_a_ticket_that_is_read_again_counts_if_a_leader_of_the_same_run_signed_it",),
+    ),
     # -- the page
     Fault(
         "the world reads what a peer calls its role",
