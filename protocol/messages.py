@@ -102,9 +102,9 @@ class Welcome(Message, frozen=True, forbid_unknown_fields=False, omit_defaults=T
     """Address and port from which a trial hello came; empty in other replies, and over a relay."""
     leaders: SmallSealed = b""
     """The root's sealed LeaderList, without which a node that was begun elsewhere does not lead; or empty."""
-    workers: Count = 0
+    workers: Count | msgspec.UnsetType = msgspec.UNSET
     """Workers whose work came back within a lease's time. This and what follows is in replies to a trial hello;
-    it is shown, never believed."""
+    it is shown, never believed. Unset: not stated."""
     rollouts_per_hour: Figure = 0.0
     """Of one worker: the median of theirs."""
     tokens_per_rollout: Figure = 0.0

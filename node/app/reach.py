@@ -409,7 +409,8 @@ async def _hello(
     reach.seen_from = printable(welcome.seen_from)
     if welcome.unix_time:
         reach.clock_ahead_s = now - welcome.unix_time
-    reach.workers, reach.rollout_tokens = welcome.workers, welcome.tokens_per_rollout or None
+    reach.workers = welcome.workers if isinstance(welcome.workers, int) else None
+    reach.rollout_tokens = welcome.tokens_per_rollout or None
     reach.worker_rollouts_per_hour = welcome.rollouts_per_hour or None
     documents = read_documents(welcome.manifest, ticket.run, now=0)
     outside.leaders, run = leaders_of(documents, welcome.leaders), documents.manifest

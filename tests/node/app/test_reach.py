@@ -99,6 +99,7 @@ async def test_a_look_takes_no_seat_of_a_ticket_and_admits_nobody(
 ) -> None:
     async with Swarm(tmp_path, model_dir, max_steps=LONG) as swarm:
         await swarm.start_trainer()
+        assert (await look_at(swarm)).reach.workers == 0, "nobody works yet, and that is said"
         one = await ticket_of(swarm, uses=1, label="one")
         for _ in range(3):
             assert (await look_at(swarm, one)).reach.may_join
