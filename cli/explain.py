@@ -71,7 +71,7 @@ def run(
     from ..node.reports import explain, merges
     from .tables import write
 
-    if (file := Path(verdict.strip()).expanduser()).is_file():
+    if (file := expand_home(verdict.strip())).is_file():
         proof = merges.explain(file)
         encoded = msgspec.json.format(msgspec.json.encode(proof)).decode()
         return typer.echo(encoded) if as_json else write(merge_proof(proof))
