@@ -17,7 +17,7 @@ from primerl.node.errors import NodeError, UsageError
 from primerl.node.learner.loop import PROOF
 from primerl.node.reports.merges import explain
 from primerl.node.storage.ledger import Ledger
-from primerl.node.trainer import learners
+from primerl.node.trainer import backups, learners
 from primerl.node.trainer.run_manifest import learners_contract
 from primerl.node.training import outer
 from primerl.node.training.outer import OuterState
@@ -92,6 +92,7 @@ async def test_versions_are_made_by_all_learners_and_each_makes_the_same_one(
     assert all(later.before == before.after for before, later in pairwise(steps))
 
 
+@pytest.mark.slow
 async def test_a_learner_that_is_gone_costs_nothing_and_comes_back(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -109,6 +110,7 @@ async def test_a_learner_that_is_gone_costs_nothing_and_comes_back(
         await swarm.stop_trainer()
 
 
+@pytest.mark.slow
 async def test_learners_go_on_with_a_trainer_that_was_killed(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -134,8 +136,8 @@ async def test_learners_go_on_with_a_trainer_that_was_killed(
     "factor",
     [
         pytest.param(-100.0, id="sign flip"),
-        pytest.param(np.nan, id="not a number"),
-        pytest.param(1e30, id="enormous"),
+        pytest.param(np.nan, id="not a number", marks=pytest.mark.slow),
+        pytest.param(1e30, id="enormous", marks=pytest.mark.slow),
     ],
 )
 async def test_a_hostile_learner_is_set_aside_and_the_run_learns_as_without_it(
@@ -189,6 +191,27 @@ async def test_a_trainer_that_merges_wrongly_is_left_by_every_learner_with_a_pro
             with pytest.raises(UsageError, match="proves nothing"):
                 explain(path)
         monkeypatch.undo()
+
+
+@pytest.mark.slow
+async def test_learners_follow_a_standby_that_leads_after_the_trainer(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backups, "LEAST_AGE_S", 0.2)
+    async with swarm_of(tmp_path, model_dir, "l1") as swarm:
+        await swarm.start_trainer()
+        await swarm.certify("standby", lease_s=2)
+        swarm.add_worker("w1")
+        learner, running = swarm.add_learner("l1")
+        standby, _ = swarm.add_standby()
+        await until(lambda: standby.step >= 3 and learner.merged >= 2)
+        await swarm.lose_disk()
+        await swarm.succeed()
+        before = learner.merged
+        await until(lambda: learner.merged >= before + 3)
+        assert running.task is not None
+        assert not running.task.done()
+        await swarm.stop_trainer()
 
 
 def masters_of(backend: Any) -> "np.ndarray":
