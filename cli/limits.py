@@ -9,7 +9,7 @@ from ..node.ops.strict_json import to_json
 from .command import AsJson, DataDir, choose_node
 from .ticket import seconds
 
-WORKERS = ("inference", "validator", "standby")
+WORKERS = ("inference", "validator", "standby", "learner")
 """Roles that can be paused."""
 
 

@@ -55,7 +55,7 @@ NONE = "-"
 MAX_STATE = 48
 """Characters of the reason that a table shows."""
 SUSPICIOUS = 0.5
-WITHOUT_WORK = ("trainer", "server", "standby")
+WITHOUT_WORK = ("trainer", "server", "standby", "learner")
 """Roles of nodes that send in nothing to be judged."""
 GONE_S = 300.0
 """A peer that has been away for longer comes last in `peers`, and leaves live views."""

@@ -15,7 +15,7 @@ MAX_POINTS = 512
 MAX_SOURCES = 8
 MAX_PUBLIC_PEERS = 200
 STATES = ("working", "starting", "paused", "silent", "left", "refused")
-ROLES = ("trainer", "inference", "validator", "standby")
+ROLES = ("trainer", "inference", "validator", "standby", "learner")
 
 
 class PeerRow(msgspec.Struct):

@@ -118,7 +118,7 @@ def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerR
             row.ticket = tickets.get(worker.ticket, "")
             row.left, silence = worker.left, registry.silence(node)
             row.silent_s = round(silence, 1) if row.left else shown_silence(silence)
-            works = row.role not in ("validator", "standby")
+            works = row.role not in ("validator", "standby", "learner")
             joins = version < 0 and not row.left and not row.stage and works
             row.paused = "" if row.left or row.silent_s else printable(worker.paused, MAX_NAME)
             if joins and not silence and not row.paused:
