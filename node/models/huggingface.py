@@ -1,7 +1,7 @@
 """Create, find, load and convert Hugging Face models.
 
-The only file that imports transformers; a call that may import more of it holds `importing`. Code that comes
-with a model must never run here: remote code is disabled everywhere, and weights are read from safetensors only.
+The only file that imports transformers; a call that may import more of it holds `importing`. It must never
+run code that comes with a model: remote code is disabled everywhere, weights are read from safetensors only.
 """
 
 import difflib
