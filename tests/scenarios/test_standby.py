@@ -132,6 +132,7 @@ async def test_what_had_a_receipt_of_the_lost_trainer_is_given_to_the_next_one(
         assert usable <= received(swarm.trainer)
 
 
+@pytest.mark.slow
 async def test_of_two_that_lead_at_once_the_newer_epoch_wins(
     tmp_path: Path, model_dir: Path
 ) -> None:

@@ -68,6 +68,7 @@ assert {"transformers", "transformers.models.qwen3.modeling_qwen3"} <= sys.modul
 """
 
 
+@pytest.mark.slow
 def test_one_thread_at_a_time_imports_modules_of_transformers(model_dir: Path) -> None:
     program = [sys.executable, "-c", IMPORTS, str(model_dir)]
     ran = subprocess.run(program, capture_output=True, text=True, timeout=100)
