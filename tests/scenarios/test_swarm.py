@@ -280,6 +280,7 @@ async def test_the_second_worker_fetches_most_weights_from_the_first(
     assert last["chunk_bytes_by_source"][short(first.node_id)] >= sources[short(first.node_id)]
 
 
+@pytest.mark.slow
 async def test_of_many_chunks_the_trainer_sends_each_about_once_to_two_workers(
     tmp_path: Path, model_dir: Path
 ) -> None:
