@@ -548,7 +548,7 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 _building = threading.RLock()
 """While a model is built, transformers replaces functions of the whole process: beside that, another thread's
-model would have no tied head."""
+model would have no tied head. It is taken before `importing`, never after it."""
 
 
 def load_model(
@@ -611,8 +611,8 @@ def load_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     try:
         # alone: files beside it would be read, too; and without the bar that transformers always draws
         with (
-            importing,
             _building,
+            importing,
             tempfile.TemporaryDirectory() as alone,
             redirect_stderr(StringIO()),
         ):
