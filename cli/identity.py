@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..crypto.keys import KEY_FILE
 from ..node.config.paths import expand_home
 from ..node.ops.strict_json import to_json
 from .command import AsJson, OwnDataDir, default_data_dir, find_node
@@ -18,7 +19,6 @@ from .command import AsJson, OwnDataDir, default_data_dir, find_node
 if TYPE_CHECKING:
     from ..crypto.keys import SecretKey
 
-KEY_FILE = "key.pem"
 PASSPHRASE = "PRIMERL_PASSPHRASE"
 
 app = typer.Typer(

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..crypto.keys import KEY_FILE
 from ..node.config.paths import expand_home
 from ..node.ops.strict_json import to_json
-from .command import AsJson, find_node
-from .identity import KEY_FILE, open_key
+from .command import AsJson, DataDir, find_node
+from .identity import open_key
 
 if TYPE_CHECKING:
     from ..protocol.leaders import LeaderList
@@ -37,12 +38,6 @@ Examples:
 )
 Ids = Annotated[
     list[str], typer.Argument(metavar="ID...", help="Node ids, as `primerl-node id` shows them.")
-]
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir", "-d", help="A running node of the run: its trainer, or another one."
-    ),
 ]
 KeyFile = Annotated[
     Path | None,

@@ -13,6 +13,8 @@ import msgspec
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+KEY_FILE = "key.pem"
+"""A node's key in its data directory."""
 NODE_ID_BYTES = 32
 SIGNATURE_BYTES = 64
 PEER_ID_PREFIX = bytes.fromhex("002408011220")

@@ -160,14 +160,6 @@ def certify(root: SecretKey, run: bytes, listed: LeaderList) -> bytes:
     return seal(root, Purpose.LEADERS, run, listed, expires=NEVER)
 
 
-def read_run(sealed: bytes) -> bytes:
-    """Return the run that a sealed list is of; nothing is verified. Raises RemoteProtocolError."""
-    envelope = read_envelope(sealed, Purpose.LEADERS)
-    if envelope.purpose != Purpose.LEADERS:
-        raise RemoteProtocolError(Reason.WRONG_PURPOSE, f"{envelope.purpose}, not a leader list")
-    return envelope.run
-
-
 def extended(current: LeaderList, new: list[bytes], lease_s: int | None = None) -> LeaderList:
     """Return the list after `current` with `new` successors at its end, those that it has already left out.
 

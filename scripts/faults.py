@@ -119,6 +119,13 @@ FAULTS = (
     ),
     # -- models of others
     Fault(
+        "a family of models is imported by two threads at once",
+        "node/models/huggingface.py",
+        'import_model(directory)\nauto = _transformers("AutoModelForCausalLM")',
+        'auto = _transformers("AutoModelForCausalLM")',
+        ("test_one_thread_at_a_time_imports_modules_of_transformers",),
+    ),
+    Fault(
         "tensors of a GGUF file that transformers leaves out are left out",
         "node/models/conversion.py",
         "if stored != weights:",

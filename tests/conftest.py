@@ -15,6 +15,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """Tests start many processes: what they import is compiled once."""
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # as the program does
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # with more threads than cores most of them spin
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and tables keep to it
 
 hypothesis.settings.register_profile("suite", deadline=None)  # no test asserts a speed
@@ -25,6 +26,7 @@ GARBAGE = 20_000, 20, 20
 
 LONGEST = (
     "scenarios/test_programs.py",
+    "scenarios/test_crashes.py",
     "attacks/test_exact_numerics.py",
     "node/environments/test_bundled.py",
     "node/training/test_rank_failures.py",
@@ -49,8 +51,12 @@ LONGEST = (
     "attacks/test_hostile_sources.py",
     "scenarios/test_stage_swarm.py",
     "scenarios/test_validation.py",
-    "scenarios/test_crashes.py",
     "attacks/test_floods.py",
+    "attacks/test_copied_keys.py",
+    "node/p2p/test_libp2p_chunks.py",
+    "scenarios/test_standby.py",
+    "attacks/test_class_claims.py",
+    "node/ops/test_monitors.py",
     "scenarios/test_leaving.py",
     "scenarios/test_lost_engine.py",
     "scenarios/test_dead_ranks.py",

@@ -43,6 +43,7 @@ from primerl.scripts.bench.calibrate_cheats import (
     separate,
 )
 
+pytestmark = pytest.mark.slow  # no run needs it
 Answer = Measured | Unreadable
 TOKENS = 24
 WANTED = CalibrationRequest(rollouts=48, cheats=16)

@@ -95,7 +95,6 @@ KNOWN = {
     ),
     # -- benchmarks and tools: directories that they made
     ("scripts/bench/gpu_run.py", "copyfile"): (1, "the picture of a run into --out"),
-    ("scripts/bench/mixture.py", "copy"): (2, "tasksets into a temporary directory"),
     ("scripts/bench/models.py", "unlink"): (1, "weights in a temporary directory"),
     ("scripts/bench/pipeline.py", "rename"): (2, "files of the bench in its own directory"),
     ("scripts/bench/pipeline.py", "unlink"): (1, "whole-N.json of an earlier bench in --keep"),
@@ -103,7 +102,6 @@ KNOWN = {
     ("scripts/bench/soak.py", "copy"): (3, "logs of the nodes into --logs"),
     ("scripts/bench/soak.py", "copytree"): (1, "a node's directory into the bench's own"),
     ("scripts/bench/soak.py", "unlink"): (1, "what filled a disk of the bench"),
-    ("scripts/bench/swarm.py", "copytree"): (1, "a package into an environment of its own"),
     ("scripts/bench/trained_model.py", "rename"): (1, "a temporary model to a name of its digest"),
     ("scripts/faults.py", "copytree"): (1, "the source into a temporary directory"),
 }

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...crypto.keys import SecretKey
+from ...crypto.keys import KEY_FILE, SecretKey
 from ..config.judge import JudgeRunConfig
 from ..config.paths import expand_home, home_directory
 from ..config.reload import ConfigSource
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from .peer_node import PeerNode
     from .tickets import TicketPlace
 
-KEY_FILE = "key.pem"
 RETIRED_FILE = "key.retired"
 """The sealed retirement of the key beside it."""
 

@@ -582,14 +582,7 @@ class PeerNode(Node):
     async def _follow_while(self, joined: JoinedRun, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work` while the heads of the trainer, and of a few peers, are watched."""
         services = joined.services
-        leader = HeadFollower(
-            services.heads,
-            services.links,
-            services.trainer,
-            authority=True,
-            on_fraud=services.report_fraud,
-            on_refusal=services.report_refusal,
-        )
+        leader = services.follower(services.trainer, authority=True)
         async with asyncio.TaskGroup() as tasks:
             watches = [
                 tasks.create_task(self._follow_leader(joined, leader)),
@@ -691,14 +684,7 @@ class PeerNode(Node):
                 for peer in [peer for peer in followed if peer not in wanted]:
                     followed.pop(peer).cancel()
                 for peer in [peer for peer in wanted if peer not in followed]:
-                    follower = HeadFollower(
-                        services.heads,
-                        services.links,
-                        peer,
-                        authority=False,
-                        on_fraud=services.report_fraud,
-                    )
-                    followed[peer] = tasks.create_task(follower.run())
+                    followed[peer] = tasks.create_task(services.follower(peer).run())
                 await asyncio.sleep(1.0)
             for task in followed.values():
                 task.cancel()

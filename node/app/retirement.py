@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...crypto.hashing import short
-from ...crypto.keys import SecretKey
+from ...crypto.keys import KEY_FILE, SecretKey
 from ...protocol import tickets
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.messages import Accepted, RetireKey
@@ -27,7 +27,7 @@ from ..process.unix_sockets import answers
 from ..storage.ledger import OWNER, Ledger
 from ..storage.partial import sync, whole_file
 from ..storage.run_files import socket_path
-from .daemon import KEY_FILE, RETIRED_FILE
+from .daemon import RETIRED_FILE
 from .factories import MakeTransport, start_iroh
 from .tickets import remembered_tickets
 

@@ -6,7 +6,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from ...crypto.keys import SecretKey
+from ...crypto.keys import KEY_FILE, SecretKey
 from ...protocol.trust import RunDocuments, TrustedRun, read_documents
 from ..config.run import JoinConfig
 from ..errors import BusyError
@@ -26,7 +26,6 @@ from .services import LIBP2P_PORT, PORT
 
 COPY = "run"
 """Folder of the copy in the data directory."""
-KEY = "key.pem"
 OWN_CONFIG = "takeover.json"
 """File with the part of the trainer's config that is this node's own."""
 
@@ -88,8 +87,8 @@ class StandbyNode(PeerNode):
     def _prepare(self, services: NodeServices) -> None:
         """Make the copy a run of this node's: with its key, at its ports, after all heads that it knows."""
         data_dir = self.copy / "trainer"
-        if (own := self.data_dir / KEY).exists():
-            write_private(data_dir / KEY, own.read_text())
+        if (own := self.data_dir / KEY_FILE).exists():
+            write_private(data_dir / KEY_FILE, own.read_text())
         newest = services.heads.latest()
         with closing(Ledger(data_dir / "ledger.db", fsync=self._config.fsync)) as ledger:
             for name in (PORT, LIBP2P_PORT, LEADERS):

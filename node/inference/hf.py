@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from ..config.run import EngineConfig
 from ..errors import EngineError, EngineLost, StorageError, one_line
 from ..models.json_files import read_json
+from ..process.threads import importing
 from ..tasks import end_tasks
 from ..weights.checkpoint import read_checkpoint
 from ..weights.state import Changed, State, check_update
@@ -242,7 +243,8 @@ class HfEngine:
     # -- in the compute thread ---------------------------------------------------------------------
 
     def _load(self, version: int, state: State) -> None:
-        from .model import LanguageModel
+        with importing:
+            from .model import LanguageModel
 
         self._check_open()
         assert self._model_dir is not None  # start() sets it

@@ -1,7 +1,7 @@
 """Create, find, load and convert Hugging Face models.
 
-The only file that imports transformers. It must never run code that comes with a model: remote code is disabled
-everywhere, and weights are read from safetensors only.
+The only file that imports transformers; a call that may import more of it holds `importing`. It must never
+run code that comes with a model: remote code is disabled everywhere, weights are read from safetensors only.
 """
 
 import difflib
@@ -16,11 +16,13 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr
 from importlib import import_module
 from io import StringIO
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.paths import expand_home
 from ..errors import EngineError, StorageError, UsageError, named_line, one_line
+from ..process.threads import importing
 from ..storage.run_files import make_directory
 from ..weights.state import FLOATS, State
 from .created_model import SHAPE_FIELDS, created_config
@@ -103,29 +105,26 @@ COMPACT_TEMPLATE = (
 rendered as its name, argument names and description; calls have the format that vLLM calls hermes."""
 
 
-_importing = threading.Lock()
+def _transformers(name: str) -> Any:
+    """Import what transformers has under a dotted name, without broken packages, progress bars and log output.
 
-
-def _transformers() -> Any:
-    """Import transformers without broken optional packages, progress bars and log output.
-
-    transformers imports torchvision, torchaudio and torchcodec if they are installed, even for text models.
+    It imports torchvision, torchaudio and torchcodec if they are installed, even for text models.
     With a CPU build of torch their usual CUDA wheels fail to import, and every model class with them. A None in
     sys.modules means "not installed". accelerate, too, is imported here and whole: its modules import each
     other, and two threads of which each begins with another one fail.
     """
-    with _importing:
+    with importing:
         if "transformers" not in sys.modules:
-            for name in ("torchvision", "torchaudio", "torchcodec", "accelerate"):
-                hide_if_broken(name)
+            for package in ("torchvision", "torchaudio", "torchcodec", "accelerate"):
+                hide_if_broken(package)
             _hide_gpu_kernels()
         import transformers
 
-    # The module replaces itself in sys.modules; a thread that waited for the import would get the old object.
-    library: Any = sys.modules[transformers.__name__]
-    library.utils.logging.disable_progress_bar()
-    library.utils.logging.set_verbosity_error()  # our errors contain its messages
-    return library
+        # the module replaces itself there; who waited for the import would get the old object
+        library: Any = sys.modules[transformers.__name__]
+        library.utils.logging.disable_progress_bar()
+        library.utils.logging.set_verbosity_error()  # our errors contain its messages
+        return attrgetter(name)(library)
 
 
 def hide_if_broken(name: str) -> None:
@@ -181,7 +180,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
 
 def _created_class(family: str, kind: str) -> Any:
     name = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[family]
-    return getattr(_transformers(), f"{name}{kind}")
+    return _transformers(f"{name}{kind}")
 
 
 def create(directory: Path, fields: Mapping[str, Any], seed: int) -> None:
@@ -230,7 +229,7 @@ def save(model: Any, tokenizer: Any, directory: Path) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     model.config.tie_word_embeddings = head.weight is embedding.weight
     # without what else the source's says: transformers refuses to write some of that
-    model.generation_config = _transformers().GenerationConfig.from_model_config(model.config)
+    model.generation_config = _transformers("GenerationConfig").from_model_config(model.config)
     try:
         tokenizer.save_pretrained(directory)
         model.save_pretrained(directory)
@@ -271,7 +270,7 @@ def _byte_tokenizer(max_length: int) -> "PreTrainedTokenizerBase":
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([*SPECIAL_TOKENS, *ROLE_TOKENS])
     inner.add_tokens(list(MARKUP_TOKENS))
-    tokenizer = _transformers().PreTrainedTokenizerFast(
+    tokenizer = _transformers("PreTrainedTokenizerFast")(
         tokenizer_object=inner,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -426,9 +425,10 @@ def stop_token_ids(directory: Path) -> tuple[int, ...]:
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model directory. Raises EngineError."""
-    auto = _transformers().AutoTokenizer
+    auto = _transformers("AutoTokenizer")
     try:
-        return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with importing:
+            return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever they come upon
         raise EngineError(
             f"the tokenizer of {directory} cannot be loaded: {one_line(error)}"
@@ -486,9 +486,10 @@ def _differs(directory: Path, what: str) -> EngineError:
 
 def load_config(directory: Path) -> Any:
     """Load the transformers config of a model directory. Raises EngineError."""
-    auto = _transformers().AutoConfig
+    auto = _transformers("AutoConfig")
     try:
-        return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with importing:
+            return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever it comes upon
         raise EngineError(
             f"the config of {directory} cannot be loaded: {one_line(error)}"
@@ -497,7 +498,9 @@ def load_config(directory: Path) -> Any:
 
 def default_config(kind: str) -> dict[str, Any]:
     """Return the config.json that transformers assumes for a `model_type`, all defaults included."""
-    config = _transformers().AutoConfig.for_model(kind)
+    auto = _transformers("AutoConfig")
+    with importing:
+        config = auto.for_model(kind)
     return json.loads(config.to_json_string(use_diff=False))  # type: ignore[no-any-return]
 
 
@@ -507,12 +510,13 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     It is the checkpoint's own text_config, with the sizes that it leaves to transformers' defaults. Raises
     EngineError.
     """
-    auto = _transformers().AutoConfig
+    auto = _transformers("AutoConfig")
     kind = str(config["model_type"])
     given = {key: value for key, value in config.items() if key != "model_type"}
     try:
         text = dict(config.get("text_config") or {})
-        inner = auto.for_model(kind, **given).get_text_config()
+        with importing:
+            inner = auto.for_model(kind, **given).get_text_config()
         filled = json.loads(inner.to_json_string(use_diff=False))
         inner_kind = str(filled["model_type"])
     except Exception as error:  # transformers' own checks raise whatever they come upon
@@ -544,7 +548,7 @@ def multimodal_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 _building = threading.RLock()
 """While a model is built, transformers replaces functions of the whole process: beside that, another thread's
-model would have no tied head."""
+model would have no tied head. It is taken before `importing`, never after it."""
 
 
 def load_model(
@@ -568,7 +572,8 @@ def read_model(
 
     Without `dtype` the weights are as the files have them. Raises EngineError.
     """
-    auto = _transformers().AutoModelForCausalLM
+    import_model(directory)
+    auto = _transformers("AutoModelForCausalLM")
     kind = "auto" if dtype is None else torch_dtype(dtype)
     try:
         with _building:
@@ -595,19 +600,25 @@ def load_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Read the model, in bfloat16, and the tokenizer of a GGUF file. Raises EngineError."""
     import torch
 
-    transformers = _transformers()
-    quantization = getattr(transformers, "GgufConfig", None)
-    if quantization is None:
+    try:
+        quantization = _transformers("GgufConfig")
+    except AttributeError as error:
         raise EngineError(
-            f"transformers {transformers.__version__} cannot write what it reads of a GGUF file: install 5.17"
-        )
+            f"transformers {_transformers('__version__')} cannot write what it reads of a GGUF file: "
+            "install 5.17"
+        ) from error
     options = {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
     try:
         # alone: files beside it would be read, too; and without the bar that transformers always draws
-        with _building, tempfile.TemporaryDirectory() as alone, redirect_stderr(StringIO()):
+        with (
+            _building,
+            importing,
+            tempfile.TemporaryDirectory() as alone,
+            redirect_stderr(StringIO()),
+        ):
             (Path(alone) / path.name).symlink_to(path.absolute())
-            tokenizer = transformers.AutoTokenizer.from_pretrained(alone, **options)
-            model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tokenizer = _transformers("AutoTokenizer").from_pretrained(alone, **options)
+            model, report = _transformers("AutoModelForCausalLM").from_pretrained(
                 alone,
                 **options,
                 dtype=torch.bfloat16,
@@ -626,12 +637,11 @@ def load_gguf(path: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
 def gguf_splits() -> frozenset[str]:
     """Return the values of tokenizer.ggml.pre that transformers knows; none in some versions."""
-    _transformers()
+    name = "integrations.gguf.gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS"
     try:
-        mapping = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    except ImportError:
+        return frozenset(_transformers(name))
+    except (AttributeError, ImportError):
         return frozenset()
-    return frozenset(getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", ()))
 
 
 def _with_soft_caps(model: Any) -> Any:
@@ -670,9 +680,8 @@ def without_place(directory: Path, names: "Iterable[str]") -> list[str]:
 
 def register_attention(name: str, attend: "Callable[..., Any]") -> None:
     """Register `attend` as an attention implementation that masks by itself."""
-    transformers = _transformers()
-    transformers.AttentionInterface.register(name, attend)
-    transformers.AttentionMaskInterface.register(name, _no_mask)
+    _transformers("AttentionInterface").register(name, attend)
+    _transformers("AttentionMaskInterface").register(name, _no_mask)
 
 
 def use_attention(model: "PreTrainedModel", name: str) -> None:
@@ -685,7 +694,8 @@ def use_attention(model: "PreTrainedModel", name: str) -> None:
 
 def head_logits(model: "PreTrainedModel", hidden: "torch.Tensor") -> "torch.Tensor":
     """Return the logits [T, V] that `model` computes from hidden states [T, d]; no layer runs."""
-    output = _transformers().modeling_outputs.MoeModelOutputWithPast(last_hidden_state=hidden[None])
+    make_output = _transformers("modeling_outputs.MoeModelOutputWithPast")
+    output = make_output(last_hidden_state=hidden[None])
 
     def forward(*_: Any, **__: Any) -> Any:
         return output
@@ -738,10 +748,10 @@ def model_from_state(
 
 
 def _model_class(config: Any) -> Any:
-    transformers = _transformers()
-    known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    known = _transformers("models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING")
     try:
-        return known[type(config)]
+        with importing:
+            return known[type(config)]
     except KeyError as error:
         raise EngineError(
             f"transformers has no causal language model {config.model_type!r}: choose another model"
@@ -798,7 +808,5 @@ def checkpoint_tensors(
     model: "PreTrainedModel", tensors: "Mapping[str, torch.Tensor]"
 ) -> "dict[str, torch.Tensor]":
     """Convert some or all of a model's tensors from its own names and layout to a checkpoint's."""
-    _transformers()
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, dict(tensors))
+    revert = _transformers("core_model_loading.revert_weight_conversion")
+    return revert(model, dict(tensors))  # type: ignore[no-any-return]

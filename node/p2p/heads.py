@@ -126,13 +126,14 @@ class HeadStore:
         heads = self._trusted.heads
         return [heads[order] for order in sorted(heads) if order[0] == epoch]
 
-    def notice(self, head: AdmittedHead, *, first: bool = True) -> HeadNotice:
-        """Make the message that announces a head; only the `first` one of a reply has the list of leaders."""
+    def notice(self, head: AdmittedHead, *, known: bytes = b"") -> HeadNotice:
+        """Make the message that announces a head to a node that has the list of leaders `known`."""
+        leaders = self._trusted.leaders.sealed
         document = self._manifests.get(head.order, b"")
         return HeadNotice(
             head.sealed,
             document if len(document) <= INLINE_MANIFEST else b"",
-            (first and self._trusted.leaders.sealed) or msgspec.UNSET,
+            leaders if leaders != known else msgspec.UNSET,
         )
 
     def forget(self, below: int) -> None:
@@ -265,13 +266,15 @@ class HeadServer:
                 self._changed.notify_all()
 
     async def _push(self, stream: Stream, request: WatchHeads) -> None:
-        known = (request.term, request.after)
+        known, leaders = (request.term, request.after), b""
         while True:
             if self._book.order() > known:
                 head = self._book.latest()
                 assert head is not None
                 known = head.order
-                await send(stream, self._book.notice(head))
+                notice = self._book.notice(head, known=leaders)
+                await send(stream, notice)
+                leaders = notice.leaders or leaders
             elif self._book.ended:
                 await send(stream, RunEnded(self._book.ended[:MAX_NAME], self._book.outcome))
                 await stream.finish()
@@ -292,11 +295,12 @@ class HeadServer:
         if request.after < 0 or self._book.order()[1] - request.after > FAR_BEHIND:
             first = max(first, self._newest_snapshot())
         notices: list[HeadNotice] = []
-        size = 0
+        size, leaders = 0, b""
         for head in self._book.held():
             if head.head.version < first:
                 continue
-            notice = self._book.notice(head, first=not notices)
+            notice = self._book.notice(head, known=leaders)
+            leaders = notice.leaders or leaders
             size += len(notice.head) + len(notice.manifest) + 32
             if len(notices) == MAX_HEADS or size > MAX_MESSAGE // 2:
                 break

@@ -32,7 +32,7 @@ from .connections import ConnectionPool, Gate, Handler, Router, no_gate, no_pipe
 from .discovery import Discovery
 from .download import BlobFetcher
 from .gossip import Gossip, HoldingsAnnouncer
-from .heads import HeadServer, HeadStore
+from .heads import HeadFollower, HeadServer, HeadStore
 from .limits import Rates
 from .peers import PeerTable
 from .rpc import Refused
@@ -250,6 +250,17 @@ class NodeServices:
                 await self.ask_trainer(goodbye, Accepted, deadline=GOODBYE_S)
         except (TimeoutError, TransportError, Refused, RemoteProtocolError) as error:
             logger.debug("goodbye was not heard: %s", error)
+
+    def follower(self, node: bytes, *, authority: bool = False) -> HeadFollower:
+        """Make a watch of another node's heads; the trainer has the authority to end or refuse this node."""
+        return HeadFollower(
+            self.heads,
+            self.links,
+            node,
+            authority=authority,
+            on_fraud=self.report_fraud,
+            on_refusal=self.report_refusal if authority else lambda _: None,
+        )
 
     def report_refusal(self, refusal: Refused) -> None:
         """Queue the trainer's refusal of our key for watch_key(); any other refusal is ignored."""

@@ -56,7 +56,7 @@ class OtherLeaders:
             self._watches.pop(node).cancel()
             del self._followers[node]
         for node in reachable - self._watches.keys():
-            follower = self._followers[node] = self._follower(node)
+            follower = self._followers[node] = services.follower(node)
             self._watches[node] = asyncio.create_task(follower.run(), name=f"watch {short(node)}")
 
     async def ask(self) -> None:
@@ -90,16 +90,6 @@ class OtherLeaders:
         while not heads.ended:
             self.check()
             await heads.wait_news(heads.order(), LOOK_S)
-
-    def _follower(self, node: bytes) -> HeadFollower:
-        services = self._services
-        return HeadFollower(
-            services.heads,
-            services.links,
-            node,
-            authority=False,
-            on_fraud=services.report_fraud,
-        )
 
 
 class HandOver:

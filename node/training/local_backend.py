@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..config.training import TrainingConfig
 from ..errors import EngineError, one_line
+from ..process.threads import importing
 from ..weights.state import State
 from .backend import SampleTerms, Snapshot
 from .operations import LearnerBackend, LearnerCall
@@ -80,7 +81,8 @@ class LocalBackend(LearnerBackend):
             await asyncio.to_thread(learner.close)
 
     def _build(self, model_dir: Path) -> "Learner":
-        from .learner import Learner
+        with importing:
+            from .learner import Learner
 
         return Learner.build(
             model_dir,

@@ -3,9 +3,8 @@
 #
 #   [PYTHON=python3] bash scripts/bench/gpu.sh PROGRAM [ARGUMENTS]...
 #
-# PROGRAM is a file of this folder without .py (gpu_run, gpu_plan, gpu_proofs, worker, update, trainer), or pytest:
+# PROGRAM is a file of this folder without .py (gpu_run, gpu_plan, worker, update, trainer), or pytest:
 #   bash scripts/bench/gpu.sh gpu_run --gpus 1 --max-steps 40
-#   VLLM_USE_V2_MODEL_RUNNER=0 bash scripts/bench/gpu.sh gpu_proofs --repeats 1 --sequences 256 --json proofs_v1.json
 #   PRIMERL_TEST_DEVICE=cuda bash scripts/bench/gpu.sh pytest tests/conformance/test_backend.py
 #   bash scripts/bench/gpu.sh pytest -m gpu tests/gpu
 set -euo pipefail

@@ -124,7 +124,7 @@ class Week:
         }
         program = (sys.executable, "-m", "primerl.cli.main")
         if name == CHEAT:
-            program = (sys.executable, str(HERE / "gpu_strangers_run.py"))
+            program = (sys.executable, str(HERE / "cheat_node.py"))
         elif name == TRAINER:
             program = ("sh", "-c", RESUME, str(home / "demo"), *program)
         inside = self.network.inside(NAMES.index(name))
@@ -155,7 +155,7 @@ class Week:
                 "fsync": False,
                 "wait": True,
             }
-            arguments = ["--as", "cheat", "--settings", json.dumps(settings), "--group", "128"]
+            arguments = ["--settings", json.dumps(settings)]
         else:
             arguments = ["join", "--data-dir", str(folder), "--wait"]
         self.make(name, code, *arguments, "--ticket", str(ticket)).start()

@@ -1,29 +1,23 @@
-"""Measure the spread of a new version over a swarm with a slow trainer, beside shardcast.
+"""Measure the spread of a new version over a swarm with a slow trainer.
 
     sudo .venv/bin/python scripts/bench/swarm.py [--quick] [--json FILE] [--workers 1,4,16,32]
-        [--trainer-mbit F] [--worker-mbit F] [--model-mb F] [--chunk-kib N] [--shardcast-python FILE]
+        [--trainer-mbit F] [--worker-mbit F] [--model-mb F] [--chunk-kib N]
 
 The trainer's uplink is the bottleneck. Every node is a process in a separate network namespace
-(swarm_links.py), behind a token bucket in each direction; all are removed at the end. Both systems move the
-same file over the same links; encoding and decoding are not counted. Node 0 is the trainer. Times count from
-one moment of the machine's monotonic clock, which all processes share.
-
-shardcast is PyPI's: an origin, clients, and optionally middle nodes between them. Its defaults apply except for
-the poll intervals. It is a dependency of this benchmark only, in a separate venv.
+(swarm_links.py), behind a token bucket in each direction; all are removed at the end. Encoding and decoding are
+not counted. Node 0 is the trainer. Times count from one moment of the machine's monotonic clock, which all
+processes share.
 """
 
 import argparse
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,7 +29,7 @@ from primerl.node.removal import SCRATCH, remove_scratch
 from primerl.node.weights.codec import encode_delta, encode_full
 from primerl.node.weights.state import State, Tensor
 from primerl.scripts.bench.children import Child, ChildFailed
-from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
+from primerl.scripts.bench.report import Goal, at_most, conclude, make_parser
 from primerl.scripts.bench.swarm_links import (
     START_S,
     Link,
@@ -56,25 +50,18 @@ CHANGED = 0.01
 WARM_UP_BYTES = 64_000
 FULL_MB, QUICK_MB = 6.0, 4.0
 """Small because QUIC at these rates costs 0.1 CPU seconds per MB that a worker fetches and passes on."""
-LIARS_VICTIMS = 8
-MIDDLES = 4
-SHARDS = 16
+VICTIMS, QUICK_VICTIMS = 8, 4
+"""Workers beside one that serves wrong bytes."""
 LEAD_S = 0.5
 """Delay of the start, so that the command reaches every process first."""
 SETTLE_S = 3.0
 """Time for the links' queues to drain before the next version."""
 ASK_S = 30.0
-REQUIREMENT = "shardcast==0.3.2"
-SHARD_BYTES = 50_000_000
-"""shardcast's default."""
-VENV = Path(__file__).resolve().parents[2] / "build" / "shardcast-venv"
 
 JUDGED = 16
 """Number of workers of the judged runs."""
 SLOWDOWN = 1.6
 COPIES = 2.0
-FASTER_ANCHOR = 4.0
-FASTER_DELTA = 50.0
 EXTRA = 1.0
 LATE = 0.0
 
@@ -217,144 +204,10 @@ async def _swarm(star: Star, folder: Path, count: int) -> AsyncGenerator[Swarm]:
         yield Swarm(star, nodes, [hello["node"] for hello in hellos])
 
 
-# -- shardcast ------------------------------------------------------------------------------------
-
-
-class Missing(Exception):
-    """shardcast is not available here; the message gives the reason."""
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A setup of shardcast."""
-
-    clients: int
-    middles: int
-    shard: int = SHARD_BYTES
-
-    @property
-    def name(self) -> str:
-        """Name in the table."""
-        above = f"{self.middles} middle nodes" if self.middles else "origin only"
-        cut = "" if self.shard == SHARD_BYTES else ", small shards"
-        return f"shardcast, {above}{cut}"
-
-
-def find_python(venv: Path) -> Path:
-    """Return a Python with shardcast: that of `venv`, created if necessary. Raises Missing."""
-    if shutil.which("wget") is None:
-        raise Missing("shardcast downloads with wget, which is not installed")
-    python = venv / "bin" / "python"
-    if python.exists() and _imports(python):
-        return python
-    print(f"making {venv} with {REQUIREMENT}", flush=True)
-    try:
-        _run(sys.executable, "-m", "venv", str(venv))
-        _run(str(python), "-m", "pip", "install", "--quiet", REQUIREMENT)
-    except subprocess.CalledProcessError as error:
-        raise Missing(f"{REQUIREMENT} could not be installed: {error.stderr.strip()}") from error
-    return python
-
-
-def _imports(python: Path) -> bool:
-    check = [str(python), "-c", "import shardcast.client_node"]
-    return subprocess.run(check, capture_output=True, check=False).returncode == 0
-
-
-def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-async def measure_shardcast(
-    star: Star, folder: Path, python: Path, version: Version, tree: Tree, deadline: float
-) -> Row:
-    """Return one row; if `deadline` passes it has `late` clients, and counts as that long.
-
-    Node 0 is the origin, followed by the middle nodes and the clients.
-    """
-    roles = ["origin"] + ["middle"] * tree.middles + ["client"] * tree.clients
-    first_client = 1 + tree.middles
-    async with launcher(star, folder) as programs:
-        for index, role in enumerate(roles):
-            command = [role, _upstream(star, role, tree.middles)]
-            node = await programs.start(*_private(python, folder, index), *command)
-            await node.event("up", START_S)  # it probes its servers, which must be up and idle
-        nodes = programs.started
-        meter = Meter(star)
-        at = time.monotonic() + LEAD_S
-        order = nodes[0].ask("publish", deadline, file=str(version.file), shard=tree.shard, at=at)
-        waiting = [_fetch_shardcast(node, at, deadline) for node in nodes[first_client:]]
-        published, ends = await asyncio.gather(order, asyncio.gather(*waiting))
-        figures = meter.read(version.size, range(first_client, len(nodes)))
-    times = [end - published["done"] for end in ends if end is not None]
-    late = len(ends) - len(times)
-    return {
-        "system": tree.name,
-        "file": version.name,
-        "workers": tree.clients,
-        "bytes": version.size,
-        "first_s": min(times, default=deadline),
-        "last_s": deadline if late else max(times),
-        "late": late,
-        **figures,
-    }
-
-
-async def _fetch_shardcast(node: Child, at: float, deadline: float) -> float | None:
-    """Return when the client had the file; None after the deadline, or if it gave up."""
-    try:
-        answer = await node.ask("fetch", deadline, version="v1", at=at)
-    except ChildFailed as failure:
-        lines = str(failure).splitlines()
-        print(f"  shardcast client: {lines[0]}; its log ends: {lines[-1]}", file=sys.stderr)
-        return None
-    return answer["done"]
-
-
-def _upstream(star: Star, role: str, middles: int) -> str:
-    if role == "client" and middles:
-        return ",".join(star.address(1 + index) for index in range(middles))
-    return star.address(0)
-
-
-def _private(python: Path, folder: Path, index: int) -> list[str]:
-    """Return the command of a Python with private copies of the shardcast package and of /tmp.
-
-    shardcast's clients keep a temporary file beside the package: two on one machine would overwrite each
-    other's.
-    """
-    own = folder / "packages" / str(index)
-    installed = _run(str(python), "-c", "import shardcast; print(shardcast.__path__[0])").strip()
-    shutil.copytree(installed, own / "shardcast", ignore=shutil.ignore_patterns("__pycache__"))
-    return [
-        *("sh", "-c", 'mount --bind "$PWD" /tmp && exec "$@"', "sh"),
-        *("env", f"PYTHONPATH={own}", "PYTHONDONTWRITEBYTECODE=1"),
-        *(str(python), str(HERE / "swarm_shardcast_node.py")),
-    ]
-
-
 # -- runs -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The runs of a benchmark."""
-
-    ours: tuple[int, ...]
-    victims: int
-    trees: tuple[tuple[int, int, bool], ...]
-    """Clients, middle nodes, whether in small shards."""
-
-
-FULL = Plan(
-    ours=(1, 4, 16, 32),
-    victims=LIARS_VICTIMS,
-    trees=(
-        *((1, 0, False), (4, 0, False), (16, 2, False), (16, MIDDLES, False)),
-        *((16, MIDDLES, True), (16, 0, False)),
-    ),
-)
-QUICK = Plan(ours=(1, 4, 16), victims=4, trees=((4, 0, False),))
+WORKERS, QUICK_WORKERS = (1, 4, 16, 32), (1, 4, 16)
 
 
 class Bench:
@@ -384,15 +237,6 @@ class Bench:
         with star(self._links(workers + 1)) as net:
             row = asyncio.run(
                 measure_corruption(net, self._home(), workers, self._versions, self._patience())
-            )
-            return [row]
-
-    def shardcast(self, python: Path, tree: Tree) -> list[Row]:
-        """Measure the anchor with shardcast."""
-        deadline = 60 + 2 * tree.clients * self.ideal_s
-        with star(self._links(tree.clients + tree.middles)) as net:
-            row = asyncio.run(
-                measure_shardcast(net, self._home(), python, self._versions[1], tree, deadline)
             )
             return [row]
 
@@ -438,20 +282,13 @@ def chunk_size(size: int) -> int:
     return min(max(-(-size // CHUNKS), LEAST_CHUNK), MOST_CHUNK)
 
 
-def run(bench: Bench, plan: Plan, python: Path | None, anchor: int) -> list[Row]:
+def run(bench: Bench, counts: Sequence[int], victims: int) -> list[Row]:
     """Return all rows; each run is announced, as the slow ones take minutes."""
     rows: list[Row] = []
-    for workers in plan.ours:
+    for workers in counts:
         rows += attempt(f"primerl, {workers} workers", partial(bench.ours, workers))
-    if plan.victims:
-        name = f"primerl, {plan.victims} workers and one that serves wrong bytes"
-        rows += attempt(name, partial(bench.corruption, plan.victims))
-    for clients, middles, small in plan.trees if python else ():
-        shard = -(-anchor // SHARDS) if small else SHARD_BYTES
-        tree = Tree(clients, middles, shard)
-        name = f"{tree.name}, {clients} clients"
-        rows += attempt(name, partial(bench.shardcast, python or Path(), tree))
-    return rows
+    name = f"primerl, {victims} workers and one that serves wrong bytes"
+    return rows + attempt(name, partial(bench.corruption, victims))
 
 
 def attempt(name: str, measure: Callable[[], list[Row]]) -> list[Row]:
@@ -477,26 +314,6 @@ def say(line: str) -> None:
     print(f".. {line}", file=sys.stderr, flush=True)
 
 
-def find_shardcast(options: argparse.Namespace) -> Path | None:
-    """Return shardcast's Python; None if it is disabled or unavailable."""
-    if options.no_shardcast:
-        return None
-    try:
-        return options.shardcast_python or find_python(VENV)
-    except Missing as missing:
-        say(f"shardcast is left out: {missing}")
-        return None
-
-
-def make_plan(options: argparse.Namespace) -> Plan:
-    """Return the full or the quick plan, with the requested numbers of workers."""
-    plan = QUICK if options.quick else FULL
-    workers = options.workers or plan.ours
-    most = max(workers)
-    trees = tuple(tree for tree in plan.trees if tree[0] <= most)
-    return Plan(tuple(workers), plan.victims, trees)
-
-
 # -- table and goals ------------------------------------------------------------------------------
 
 
@@ -507,20 +324,11 @@ def judge(rows: Sequence[Row]) -> list[Goal]:
     if failed:
         goals.append(at_most("runs that failed", failed, 0, "runs"))
     alone, many = find(rows, "primerl", "anchor", 1), find(rows, "primerl", "anchor", JUDGED)
-    delta = find(rows, "primerl", "delta", JUDGED)
     if alone and many:
         ratio = many["last_s"] / alone["last_s"]
         goals.append(at_most(f"last of {JUDGED} workers to a single one", ratio, SLOWDOWN, "x"))
     if many:
         goals.append(at_most(f"trainer egress at {JUDGED}", many["egress"], COPIES, "copies"))
-    for theirs in shardcasts(rows):
-        name = theirs["system"]
-        if many:
-            ratio = theirs["last_s"] / many["last_s"]
-            goals.append(at_least(f"{name} to us, anchor", ratio, FASTER_ANCHOR, "x"))
-        if delta:
-            ratio = theirs["last_s"] / delta["last_s"]
-            goals.append(at_least(f"{name} to our 1 % delta", ratio, FASTER_DELTA, "x"))
     for row in rows:
         if "extra" in row:
             goals.append(at_most("wrong chunks that a fetcher took", row["extra"], EXTRA, "chunks"))
@@ -532,17 +340,6 @@ def find(rows: Sequence[Row], system: str, file: str, workers: int) -> Row | Non
     """Return the row of one run."""
     wanted = (system, file, workers)
     return next((r for r in rows if (r["system"], r["file"], r["workers"]) == wanted), None)
-
-
-def shardcasts(rows: Sequence[Row]) -> list[Row]:
-    """Return shardcast's rows at the judged number of workers."""
-    return [
-        row
-        for row in rows
-        if row["system"].startswith("shardcast")
-        and row["workers"] == JUDGED
-        and "failed" not in row
-    ]
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -594,9 +391,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model-mb", type=float, help="bf16 bytes of the model")
     parser.add_argument("--chunk-kib", type=int, default=0, help="default: the publisher's rule")
-    parser.add_argument("--shardcast-python", type=Path, help="a Python that has shardcast")
-    parser.add_argument("--no-shardcast", action="store_true")
     options = parser.parse_args(arguments)
+    options.workers = options.workers or (QUICK_WORKERS if options.quick else WORKERS)
     options.model_mb = options.model_mb or (QUICK_MB if options.quick else FULL_MB)
     return options
 
@@ -607,14 +403,10 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def scratch() -> Path:
-    """Make the folder for a run's files, in memory if possible.
-
-    Never below /tmp, which shardcast's nodes replace.
-    """
+    """Make the folder for a run's files, in memory if possible."""
     shared = Path("/dev/shm")
-    VENV.parent.mkdir(exist_ok=True)
     return Path(
-        tempfile.mkdtemp(prefix=f"{SCRATCH}swarm-", dir=shared if shared.is_dir() else VENV.parent)
+        tempfile.mkdtemp(prefix=f"{SCRATCH}swarm-", dir=shared if shared.is_dir() else None)
     )
 
 
@@ -637,8 +429,7 @@ def main() -> int:
         say(", ".join(f"{v.name} {v.size / 1e6:.2f} MB" for v in versions))
         with star([Link(1, 1)]):
             pass  # a failure here comes before anything is installed
-        python = find_shardcast(options)
-        rows = run(bench, make_plan(options), python, versions[1].size)
+        rows = run(bench, options.workers, QUICK_VICTIMS if options.quick else VICTIMS)
     except Unavailable as problem:
         print(f"nothing was measured: {problem}", file=sys.stderr)
         return 2

@@ -95,7 +95,10 @@ def test_no_ploy_is_worse_than_all_of_them(name: str) -> None:
         assert beside < 1.5 * alone, chance
 
 
-@pytest.mark.parametrize("name", ["in line", "a trickle", "in turn"])
+@pytest.mark.parametrize(
+    "name",
+    ["in line", *(pytest.param(one, marks=pytest.mark.slow) for one in ("a trickle", "in turn"))],
+)
 def test_a_fetch_of_a_fifth_of_a_second_is_held_up_for_less_than_another_fifth(name: str) -> None:
     """From the second one on; the first of a newcomer loses up to three tenths."""
     first, later = undisturbed(uplink=10 * UPLINK, fetches=2)

@@ -59,7 +59,7 @@ async def disqualified(swarm: AuditedSwarm) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("lie", [foreign, no_proofs])
+@pytest.mark.parametrize("lie", [foreign, pytest.param(no_proofs, marks=pytest.mark.slow)])
 async def test_a_validator_that_calls_honest_work_fraud_bans_nobody_and_loses_its_standing(
     tmp_path: Path, model_dir: Path, lie: Callable[[Found], Found]
 ) -> None:

@@ -21,7 +21,9 @@ from primerl.node.verification.prefill_audit import PrefillAudit
 from primerl.protocol.errors import Reason
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.8), ("bfloat16", 0.3)])
+@pytest.mark.parametrize(
+    ("dtype", "share"), [("float32", 0.8), pytest.param("bfloat16", 0.3, marks=pytest.mark.slow)]
+)
 async def test_replies_under_another_top_p_than_the_leases_are_rejected(
     tmp_path: Path, dtype: str, share: float
 ) -> None:

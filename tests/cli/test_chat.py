@@ -62,6 +62,7 @@ def test_a_run_replies_with_its_base_and_its_newest_weights_and_the_same_to_the_
     assert [reply["model"] for reply in named] == ["base", "step_5"]
 
 
+@pytest.mark.slow
 def test_a_task_of_the_run_is_played_with_both_and_its_reward_shown(
     cli: Cli, run_dir: Path
 ) -> None:

@@ -36,7 +36,7 @@ def test_mistakes_of_import_are_one_line(cli: Cli, home: Path) -> None:
     assert [path.name for path in home.iterdir() if path.name != "bin"] == ["text.gguf"]
 
 
-@pytest.mark.parametrize("recipe", ["laptop", "gpu"])
+@pytest.mark.parametrize("recipe", ["laptop", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_the_script_of_the_real_model_runs_a_recipe_with_a_model_that_is_there(
     home: Path, recipe: str
 ) -> None:

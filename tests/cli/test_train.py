@@ -148,6 +148,7 @@ def test_groups_of_one_are_refused_as_nothing_is_learned_from_them(
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_seq_len_below_every_sample_ends_a_run_before_its_first_step(cli: Cli) -> None:
     ran = cli("train", "@", "demo", "--training.seq-len", "12")
     assert ran.code == 2

@@ -118,7 +118,13 @@ async def test_at_temperature_0_the_likeliest_tokens_are_honest_and_drawn_ones_a
     assert {"sampling", "sampling_max"} <= moved(case, last)
 
 
-@pytest.mark.parametrize("limits", [{"top_p": 0.9}, {"top_k": 20}, {"top_k": 60, "top_p": 0.8}])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"top_k": 60, "top_p": 0.8},
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ({"top_p": 0.9}, {"top_k": 20})),
+    ],
+)
 async def test_draws_from_the_likeliest_tokens_are_measured_by_the_limits_of_their_lease(
     auditor: Auditor, case: Case, limits: dict[str, Any]
 ) -> None:

@@ -12,8 +12,6 @@
 #   honest-trained 1, 2   the same with models that are trained first: 0.6B, and the mixture on a second GPU
 #   envelope  1, 2   honest engines that nobody measured, and cheats, judged by readings in float32: 0.6B, or the checkpoint
 #                    in $MODEL, and 4B on a second GPU
-#   strangers 1      a whole run whose workers nobody vouches for, one of them with 4-bit weights, and one of a reference:
-#                    a new model reverses text, or the checkpoint in $MODEL sorts names
 #   worker    1, 2   a worker beside bare vLLM, replies of 1,000; 256 sequences, and 512 on a second GPU
 #   run       1      a whole run of 0.6B whose trainer and worker share a GPU by MPS; on a second one 4B with adapters
 #   run2      2      a whole run of 0.6B, a GPU each
@@ -28,8 +26,7 @@
 #   trainer-4b   2+  weak scaling with 4B, activations recomputed
 #   trainer-long 2+  one sequence of 65,536 tokens a GPU, and one that GPUs share, 0.6B
 #   trainer-moe  2+  a mixture of 2.9B, its experts divided among GPUs
-#   ranks     2+     step, snapshot, checkpoint and recovery of as many ranks as there are GPUs
-#   fp8       1, 2   pytest of FP8 weights; on a second GPU 4B with them beside bf16
+#   fp8       1      pytest of FP8 weights
 #   options   1+     vLLM's options and parallelism, each with proofs, before and after an update
 #   parallel  4      the same, tp 4, tp 2 x pp 2 and tp 2 x dp 2 only, beside one GPU
 #   stages    4      a pipeline of four nodes beside vLLM's own, 4B
@@ -102,11 +99,6 @@ case $part in
         bench 0 "${of[@]}"
         bench 1 envelope-4b gpu_strangers --shape 4b --minutes 6
         ;;
-    strangers)
-        of=(--minutes 4.3)
-        if [[ -n ${MODEL:-} ]]; then of=(--minutes 3.9 --model "$MODEL"); fi
-        bench 0 strangers gpu_strangers_run --reference "${of[@]}" --logs "$out/strangers"
-        ;;
     worker)
         bench 0 worker-256 worker --sequences 256 --tokens 1000 --length 1088
         bench 1 worker-512 worker --sequences 512 --tokens 1000 --length 1088
@@ -137,10 +129,8 @@ case $part in
         bench "$all" trainer-moe trainer --shape moe --ranks 1 2 "$gpus" --steps 4 \
             --rows none "expert parallel, 2" "expert parallel, 4"
         ;;
-    ranks) bench "$all" ranks gpu_ranks --ranks "$gpus" ;;
     fp8)
         bench 0 fp8-tests pytest $few tests/gpu/test_fp8_gpu.py
-        bench 1 fp8-4b quantization --shape 4b
         ;;
     options) bench "$all" options gpu_options ;;
     parallel)

@@ -351,10 +351,6 @@ def crash(*options: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_a_process_that_ends_before_a_change_of_the_disk_loses_nothing_that_was_promised() -> None:
-    crash("--quick", "--seed", "55")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whichever_change_of_the_disk_a_process_ends_before_nothing_is_lost() -> None:

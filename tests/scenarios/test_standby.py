@@ -3,7 +3,8 @@
 import asyncio
 import re
 import sqlite3
-from contextlib import closing, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.waiting import until
 
 from primerl.crypto.hashing import short
 from primerl.crypto.keys import SecretKey
+from primerl.node.app.standby import StandbyNode
 from primerl.node.errors import NodeError, SteppedDown
 from primerl.node.ops import control
 from primerl.node.storage.run_files import COPY_MARK
@@ -27,6 +29,28 @@ FIRST = EPOCHS_OF_TURN + EPOCHS_OF_PLACE
 HARMLESS = {"stale", "expired"}
 
 
+@asynccontextmanager
+async def backed_up(
+    directory: Path,
+    model_dir: Path,
+    *,
+    lease_s: int = 60,
+    workers: Sequence[str] = ("w1",),
+    standbys: Sequence[str] = ("standby",),
+    root: SecretKey | None = None,
+) -> AsyncGenerator[tuple[Swarm, list[Running], list[StandbyNode], list[Running]]]:
+    """Start a run with workers and standbys, which have copies of step 3 or later; those are nodes, too."""
+    checkpoint = {"interval": 3} | ({"root": root.node_id.hex()} if root else {})
+    async with Swarm(directory, model_dir, max_steps=LONG, checkpoint=checkpoint) as swarm:
+        swarm.root = root
+        await swarm.start_trainer()
+        await swarm.certify(*standbys, lease_s=lease_s)
+        working = [swarm.add_worker(name) for name in workers]
+        nodes, copies = zip(*map(swarm.add_standby, standbys), strict=True)
+        await until(lambda: all(node.step >= 3 for node in nodes))
+        yield swarm, working, list(nodes), list(copies)
+
+
 @pytest.fixture(autouse=True)
 def frequent_backups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backups, "LEAST_AGE_S", 0.2)
@@ -35,12 +59,7 @@ def frequent_backups(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_standby_leads_the_run_after_its_trainer_and_its_disk_are_lost(
     tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint={"interval": 3}) as swarm:
-        await swarm.start_trainer()
-        await swarm.certify("standby", lease_s=2)
-        worker = swarm.add_worker("w1")
-        standby, _ = swarm.add_standby()
-        await until(lambda: standby.step >= 6)
+    async with backed_up(tmp_path, model_dir, lease_s=2) as (swarm, [worker], [standby], _):
         await swarm.wait_step(standby.step + 2)  # which the copy has not
         copied = standby.step
         accepted = (await worker.status())["accepted"]
@@ -63,12 +82,7 @@ async def test_a_standby_leads_the_run_after_its_trainer_and_its_disk_are_lost(
 async def test_a_run_that_is_handed_over_loses_no_version(
     tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint={"interval": 3}) as swarm:
-        await swarm.start_trainer()
-        await swarm.certify("standby")
-        worker = swarm.add_worker("w1")
-        standby, _ = swarm.add_standby()
-        await until(lambda: standby.step >= 3)
+    async with backed_up(tmp_path, model_dir) as (swarm, [worker], _, _):
         given = await asyncio.to_thread(control.ask, swarm.trainer.data_dir, "handover")
         assert given == {"node": key_of("standby").node_id.hex()}
         with pytest.raises(SteppedDown):
@@ -86,12 +100,7 @@ async def test_a_run_that_is_handed_over_loses_no_version(
 
 @pytest.mark.slow
 async def test_a_trainer_that_comes_back_late_steps_down(tmp_path: Path, model_dir: Path) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint={"interval": 3}) as swarm:
-        await swarm.start_trainer()
-        await swarm.certify("standby", lease_s=1)
-        swarm.add_worker("w1")
-        standby, _ = swarm.add_standby()
-        await until(lambda: standby.step >= 3)
+    async with backed_up(tmp_path, model_dir, lease_s=1) as (swarm, _, [standby], _):
         late = swarm.trainer
         await swarm.crash_trainer()
         await swarm.succeed()
@@ -110,12 +119,7 @@ async def test_a_trainer_that_comes_back_late_steps_down(tmp_path: Path, model_d
 async def test_what_had_a_receipt_of_the_lost_trainer_is_given_to_the_next_one(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint={"interval": 3}) as swarm:
-        await swarm.start_trainer()
-        await swarm.certify("standby", lease_s=2)
-        swarm.add_worker("w1")
-        standby, copy = swarm.add_standby()
-        await until(lambda: standby.step >= 3)
+    async with backed_up(tmp_path, model_dir, lease_s=2) as (swarm, _, [standby], [copy]):
         swarm.network.partition(swarm.trainer.node_id, copy.node_id)  # no more backups
         await swarm.wait_step(standby.step + 1)
         taken = receipted(swarm.trainer)
@@ -128,16 +132,16 @@ async def test_what_had_a_receipt_of_the_lost_trainer_is_given_to_the_next_one(
         assert usable <= received(swarm.trainer)
 
 
+@pytest.mark.slow
 async def test_of_two_that_lead_at_once_the_newer_epoch_wins(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint={"interval": 3}) as swarm:
-        await swarm.start_trainer()
-        await swarm.certify("standby", lease_s=1)
-        near = swarm.add_worker("near")
-        far = swarm.add_worker("far")
-        standby, copy = swarm.add_standby()
-        await until(lambda: standby.step >= 3)
+    async with backed_up(tmp_path, model_dir, lease_s=1, workers=("near", "far")) as (
+        swarm,
+        [near, far],
+        [standby],
+        [copy],
+    ):
         cut = [
             (swarm.trainer.node_id, copy.node_id),
             (swarm.trainer.node_id, far.node_id),
@@ -165,13 +169,12 @@ async def test_of_two_that_lead_at_once_the_newer_epoch_wins(
 async def test_the_second_standby_leads_if_the_first_is_lost_as_well(
     tmp_path: Path, model_dir: Path
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint={"interval": 3}) as swarm:
-        await swarm.start_trainer()
-        await swarm.certify("s1", "s2", lease_s=1)
-        worker = swarm.add_worker("w1")
-        first, _ = swarm.add_standby("s1")
-        second, _ = swarm.add_standby("s2")
-        await until(lambda: first.step >= 3 and second.step >= 3)
+    async with backed_up(tmp_path, model_dir, lease_s=1, standbys=("s1", "s2")) as (
+        swarm,
+        [worker],
+        [_, second],
+        _,
+    ):
         await swarm.stop_worker("s1")
         await swarm.lose_disk()
         await swarm.succeed("s2")
@@ -185,12 +188,7 @@ async def test_the_second_standby_leads_if_the_first_is_lost_as_well(
 async def test_workers_follow_no_standby_that_they_know_to_be_revoked(
     tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint={"interval": 3}) as swarm:
-        await swarm.start_trainer()
-        await swarm.certify("standby", lease_s=1)
-        worker = swarm.add_worker("w1")
-        standby, copy = swarm.add_standby()
-        await until(lambda: standby.step >= 3)
+    async with backed_up(tmp_path, model_dir, lease_s=1) as (swarm, [worker], [standby], [copy]):
         for node in (swarm.trainer, worker):
             swarm.network.partition(node.node_id, copy.node_id)
         await swarm.revoke(copy, swarm.trainer)
@@ -210,14 +208,7 @@ async def test_a_standby_leads_at_once_when_the_root_revokes_the_trainer(
     tmp_path: Path, model_dir: Path
 ) -> None:
     root = SecretKey.generate()
-    checkpoint = {"interval": 3, "root": root.node_id.hex()}
-    async with Swarm(tmp_path, model_dir, max_steps=LONG, checkpoint=checkpoint) as swarm:
-        swarm.root = root
-        await swarm.start_trainer()
-        await swarm.certify("standby")
-        worker = swarm.add_worker("w1")
-        standby, copy = swarm.add_standby()
-        await until(lambda: standby.step >= 3)
+    async with backed_up(tmp_path, model_dir, root=root) as (swarm, [worker], [standby], [copy]):
         stolen = swarm.trainer
         await swarm.revoke(stolen, copy)  # which it would not publish itself
         await swarm.succeed()

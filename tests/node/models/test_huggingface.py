@@ -38,6 +38,43 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+IMPORTS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from primerl.node.models import huggingface
+from primerl.node.process.threads import importing
+
+def free():
+    taken = importing.acquire(blocking=False)
+    if taken:
+        importing.release()
+    return taken
+
+class Watch(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("transformers", "accelerate") and other.submit(free).result():
+            print(name)
+
+other = ThreadPoolExecutor(1)
+other.submit(free).result()
+sys.meta_path.insert(0, Watch())
+model_dir = Path(sys.argv[1])
+huggingface.register_attention("own", print)
+huggingface.load_tokenizer(model_dir)
+huggingface.policy_tensors(huggingface.load_model(model_dir))
+assert {"transformers", "transformers.models.qwen3.modeling_qwen3"} <= sys.modules.keys()
+"""
+
+
+@pytest.mark.slow
+def test_one_thread_at_a_time_imports_modules_of_transformers(model_dir: Path) -> None:
+    program = [sys.executable, "-c", IMPORTS, str(model_dir)]
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr + ran.stdout
+
+
 # -- making ---------------------------------------------------------------------------------------
 
 

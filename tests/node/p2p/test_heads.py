@@ -1,4 +1,4 @@
-"""The end of a run, as watchers of its heads are told."""
+"""What watchers of heads are told: lists of leaders, the end of a run."""
 
 import asyncio
 import math
@@ -7,17 +7,21 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.bare_node import serving
 from support.memory_network import MemoryNetwork
-from support.protocol_cases import RUN, TRAINER
+from support.protocol_cases import RUN, TRAINER, head, sealed_head
 
+from primerl.crypto.hashing import NO_DIGEST, digest
 from primerl.crypto.keys import SecretKey
 from primerl.node.p2p.heads import HeadServer, HeadStore
 from primerl.node.p2p.rpc import receive, send
 from primerl.node.p2p.transport import Stream
 from primerl.node.storage.ledger import Ledger
-from primerl.protocol.messages import RunEnded, WatchHeads
+from primerl.protocol.leaders import LeaderList, certify
+from primerl.protocol.manifests import encode
+from primerl.protocol.messages import HeadNotice, RunEnded, WatchHeads
 from primerl.protocol.trust import TrustedRun
 from primerl.protocol.version import ALPN_CONTROL
 
@@ -49,6 +53,23 @@ async def watched(directory: Path) -> AsyncGenerator[tuple[HeadStore, HeadServer
         yield book, heads, stream
     await client.close()
     ledger.close()
+
+
+async def test_a_watcher_is_told_the_leaders_once_and_again_when_they_change(
+    tmp_path: Path,
+) -> None:
+    now, previous = int(time.time()), NO_DIGEST
+    lists = [certify(TRAINER, RUN, LeaderList(n, (TRAINER.node_id,), 60)) for n in (1, 2)]
+    async with watched(tmp_path) as (book, _, stream):
+        for version, leaders in enumerate((lists[0], lists[0], lists[1], lists[1])):
+            await book.admit_leaders(leaders)
+            new = msgspec.structs.replace(
+                head(version, previous=previous), created=now, expires=now + 3600
+            )
+            await book.admit(HeadNotice(sealed_head(new, expires=now + 3600)))
+            previous = digest(encode(new))
+            notice = await receive(stream, HeadNotice)
+            assert notice.leaders == (msgspec.UNSET if version % 2 else leaders)
 
 
 async def test_a_node_that_stops_waits_until_its_watchers_have_read_it(tmp_path: Path) -> None:

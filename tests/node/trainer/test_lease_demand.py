@@ -31,8 +31,8 @@ class Valve:
 @pytest.mark.parametrize(
     ("section", "leases", "inflight"),
     [
-        ({"max_batch": 8}, 3, 8),
-        ({"max_batch": 6}, 3, 6),
+        pytest.param({"max_batch": 8}, 3, 8, marks=pytest.mark.slow),
+        pytest.param({"max_batch": 6}, 3, 6, marks=pytest.mark.slow),
         ({"max_batch": 6, "dp": 2}, 4, 12),
     ],
     ids=["another batch", "what it batches", "two engines"],
