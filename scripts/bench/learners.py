@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from primerl.crypto.keys import SecretKey
+from primerl.crypto.keys import KEY_FILE, SecretKey
 from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
 from primerl.scripts.bench.succession import PROGRAM, end, steps_of, until
 
@@ -180,7 +180,7 @@ class Trial:
         for number, key in enumerate(keys):
             learning.append(self._directory / f"l{number}")
             learning[-1].mkdir()
-            key.save(learning[-1] / "key.pem", None)
+            key.save(learning[-1] / KEY_FILE, None)
             threads = ("--training.threads", str(self._cores))
             device = ("--training.device", "cpu", "--training.backend", "local")
             self._start(*join, str(learning[-1]), "--role", "learner", *device, *threads)
