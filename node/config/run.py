@@ -157,7 +157,7 @@ class NetworkConfig(BaseConfig):
     name: Annotated[str, Field(max_length=MAX_NODE_NAME, pattern=r"^[\w .@-]*$")] = ""
     """Name of this node that `peers` of others shows beside its id: letters, digits, blanks and . @ _ -"""
     share_address: bool = True
-    """Whether admitted peers of the run may learn our addresses. If not, a node that joined connects to the nodes
+    """Whether admitted peers of the run may learn our addresses. If not, a node that joined connects to nodes
     that lead its run and to its seeds alone: it fetches each version from the trainer, without libp2p."""
     relay_urls: list[str] = []
     """iroh relays of your own; public relays are never used unless listed here."""

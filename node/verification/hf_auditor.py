@@ -21,7 +21,7 @@ from ..errors import EngineError
 from ..inference.handover import shared_file
 from ..models.model_files import vocab_size
 from ..process.child_process import REST_S, ChildProcess
-from ..process.spawn import PARENT_VARIABLE
+from ..process.spawn import PARENT_VARIABLE, without_secrets
 from ..tasks import end_tasks
 from ..weights.state import State
 from ..weights.state_history import WHOLE
@@ -70,7 +70,7 @@ class AuditChild(ChildProcess):
     log_level = logging.WARNING
 
     def __init__(self, program: Sequence[str] = PROGRAM) -> None:
-        environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+        environment = without_secrets(os.environ) | {PARENT_VARIABLE: str(os.getpid())}
         super().__init__("audit process", "the process that audits", program, environment)
 
     async def ask(self, request: AuditProcessRequest, timeout_s: float) -> AuditProcessReply:
