@@ -58,7 +58,7 @@ from primerl.node.p2p.iroh import IrohTransport
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
-from primerl.node.p2p.transport import Transport
+from primerl.node.p2p.transport import Transport, TransportError
 from primerl.node.p2p.uploads import upload
 from primerl.node.process.threads import share_python
 from primerl.node.storage.ledger import HonestRollout, Ledger, LedgerView
@@ -107,6 +107,8 @@ END = "end\n"
 SAMPLE_S = 0.01
 IDLE = frozenset(("select", "wait", "_worker", "get"))
 """Functions in which a thread waits."""
+MOST_PEERS = 256
+"""`network.max_peers` by default; newcomers may have half of the places, and a worker takes several."""
 LEASES = 3
 """Leases that a worker holds at a time, beside the one that it submits."""
 PROBE_S = 2.0
@@ -339,7 +341,15 @@ class Worker:
         expires = int(time.time()) + 3600
         record = seal(self._key, Purpose.PEER, self._ticket.run, body, expires=expires)
         hello = Hello(WIRE_VERSION, "inference", "bench", self._sealed_ticket, record)
-        await self._ask(hello, Welcome)
+        until = time.monotonic() + DEADLINE_S
+        while True:  # newcomers wait their turn for a connection
+            try:
+                await self._ask(hello, Welcome)
+                return
+            except TransportError:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.5 + random.random())
 
     async def _ask(self, request: Any, kind: type[Any]) -> Any:
         return await self._links.request(
@@ -688,6 +698,7 @@ async def run(directory: Path, options: argparse.Namespace, clients: int) -> lis
     """Return a row as fast as workers are leased; with one number of clients also one at --rate."""
     model = make_small_model(directory / "model")
     settings: dict[str, Any] = {
+        "network": {"max_peers": max(MOST_PEERS, 4 * clients)},
         "environment": ENVIRONMENT,
         "sampling": {"max_tokens": REPLY},
         "rollouts": ROLLOUTS,
