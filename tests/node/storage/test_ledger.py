@@ -201,8 +201,9 @@ def test_any_changed_byte_in_the_ledger_of_a_trainer_that_ended_in_order_is_noti
     path = tmp_path / "ledger.db"
     trainers_ledger(path).close()
     whole = path.read_bytes()
-    for place in (8192 + 777, len(whole) - 1, 96):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    no_text = whole.index(b"PRIMARY KEY, sealed") + 11, 0x81  # in what SQLite says of it
+    for place, bit in ((8192 + 777, 1), (len(whole) - 1, 1), (96, 1), no_text):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
         with pytest.raises(StorageError, match=r"ledger\.db is damaged"):
             Ledger(path)
     path.write_bytes(whole)
