@@ -1,6 +1,7 @@
 """Secrets of real nodes: in no log, crash dump, list of processes, child's variables, metric or bundle."""
 
 import base64
+import json
 import signal
 import urllib.request
 import zipfile
@@ -119,3 +120,41 @@ def test_secrets_are_in_nothing_that_others_read_or_that_is_passed_on(
     assert {Path(where).name for where in shown} <= HOLD_TICKETS, shown
     assert "outputs/early/ticket.txt" in shown  # else nothing was looked for
     assert any(where.startswith("variables") for where in seen)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_an_address_that_is_not_shared_is_in_nothing_of_another_worker(
+    tmp_path: Path, shares: bool
+) -> None:
+    """Over iroh and libp2p; with an address that is shared the other one has it."""
+    home, started, connected = "127.0.0.3", dict[str, Program](), False
+    with nodes(tmp_path) as run:
+        run.trainer(*ENDLESS, "--network.host", "127.0.0.2")
+        run.until("ticket", run.has_ticket)
+        for name, host, share in (("home", home, shares), ("other", "127.0.0.4", True)):
+            started[name] = run.start(
+                name, "join", "--ticket", str(run.run_dir / "ticket.txt"), "--data-dir", str(tmp_path / name),
+                "--network.host", host, "--network.share-address", f"{share}".lower(),
+                "--allow-environment", "early_letters", "--log.level", "debug",
+            )  # fmt: skip
+        for name in ("home", "other"):
+            run.until("work", lambda name=name: int(run.status(name).get("accepted", 0)) > 0)
+        version = int(run.status("other")["version"])
+
+        def went_on() -> bool:
+            nonlocal connected
+            ours, theirs = (
+                psutil.Process(started[name].process.pid).net_connections("tcp") for name in started
+            )
+            connected |= bool({it.laddr for it in ours} & {it.raddr for it in theirs if it.raddr})
+            return int(run.status("other").get("version", 0)) > version + 5
+
+        run.until("versions", went_on)
+        told = json.dumps([control.ask(tmp_path / "other", it) for it in ("peers", "status")])
+        files = dict(seen_in_files(tmp_path / "other")) | dict(seen_in_files(tmp_path))
+        mine = [
+            told.encode(),
+            *(data for where, data in files.items() if where.startswith("other")),
+        ]
+    assert connected == shares
+    assert shares or not any(home.encode() in data for data in mine)
