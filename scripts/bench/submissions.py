@@ -342,14 +342,14 @@ class Worker:
         record = seal(self._key, Purpose.PEER, self._ticket.run, body, expires=expires)
         hello = Hello(WIRE_VERSION, "inference", "bench", self._sealed_ticket, record)
         until = time.monotonic() + DEADLINE_S
-        while True:  # newcomers wait their turn for a connection
+        while True:  # newcomers wait their turn for a connection, and ten say hello a second
             try:
                 await self._ask(hello, Welcome)
                 return
-            except TransportError:
+            except (TransportError, Refused):
                 if time.monotonic() > until:
                     raise
-                await asyncio.sleep(0.5 + random.random())
+                await asyncio.sleep(0.5 + 5.0 * random.random())
 
     async def _ask(self, request: Any, kind: type[Any]) -> Any:
         return await self._links.request(
