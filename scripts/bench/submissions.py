@@ -341,20 +341,20 @@ class Worker:
         expires = int(time.time()) + 3600
         record = seal(self._key, Purpose.PEER, self._ticket.run, body, expires=expires)
         hello = Hello(WIRE_VERSION, "inference", "bench", self._sealed_ticket, record)
+        await self._ask(hello, Welcome)
+
+    async def _ask(self, request: Any, kind: type[Any]) -> Any:
+        """Ask until there is an answer: newcomers share a number of connections, and of requests a second."""
         until = time.monotonic() + DEADLINE_S
-        while True:  # newcomers wait their turn for a connection, and ten say hello a second
+        while True:
             try:
-                await self._ask(hello, Welcome)
-                return
+                return await self._links.request(
+                    self._ticket.trainer, ALPN_CONTROL, request, kind, deadline=DEADLINE_S
+                )
             except (TransportError, Refused):
                 if time.monotonic() > until:
                     raise
                 await asyncio.sleep(0.5 + 5.0 * random.random())
-
-    async def _ask(self, request: Any, kind: type[Any]) -> Any:
-        return await self._links.request(
-            self._ticket.trainer, ALPN_CONTROL, request, kind, deadline=DEADLINE_S
-        )
 
     async def _take(self, leases: "asyncio.Queue[bytes]") -> None:
         """Take leases, and the verdicts that come with them."""
@@ -371,9 +371,11 @@ class Worker:
                 await asyncio.sleep(reply.retry_after_ms / 1000)
 
     async def _probe(self) -> None:
-        """Time requests that wait for no work, as those of a worker that has enough of it."""
+        """Time requests that wait for no work, as those of a proven worker that has enough of it."""
         while True:
             await asyncio.sleep(PROBE_S * (0.5 + random.random()))
+            if not self.outcomes["accepted"]:
+                continue
             began = time.monotonic()
             await self._ask(LeaseRequest(0, WorkerStats(0)), LeaseReply)
             self.probes.append(time.monotonic() - began)
@@ -409,6 +411,8 @@ class Worker:
                         self.outcomes[f"refused: {refusal.reason.value}"] += BUNDLE
                         break
                     await asyncio.sleep(0.05)
+                except TransportError:
+                    await asyncio.sleep(0.5 + random.random())
 
 
 async def work(ticket: str, model: Path, clients: int) -> None:
@@ -728,7 +732,9 @@ async def run(directory: Path, options: argparse.Namespace, clients: int) -> lis
         printed, _ = await workers.communicate(END.encode())
         answer = json.loads(printed)
         probes = sorted(answer["probes"])
-        rows[0] = replace(rows[0], request_99_s=probes[int(0.99 * len(probes))])
+        rows[0] = replace(
+            rows[0], request_99_s=probes[int(0.99 * len(probes))] if probes else math.inf
+        )
         print(f"verdicts that workers read: {answer['outcomes']}")
     return rows
 
