@@ -190,12 +190,14 @@ def all_chunks_sent(swarm: SimulatedSwarm) -> int:
     return sum(size for (_, kind), size in swarm.lines.sent.items() if kind == ALPN_BLOBS)
 
 
-async def joined(swarm: SimulatedSwarm, peers: int, hidden: int = 0) -> list[str]:
+async def joined(
+    swarm: SimulatedSwarm, peers: int, hidden: int = 0, **overrides: Mapping[str, int]
+) -> list[str]:
     """Start a trainer and workers; return their names once all have a version and one more was published.
 
-    The last `hidden` to join do not share their address.
+    The last `hidden` to join do not share their address; `overrides` are of the trainer's config.
     """
-    await swarm.start_trainer()
+    await swarm.start_trainer(**overrides)
     await swarm.join_all(peers, hidden)
     await swarm.until_published(max(swarm.published) + 1)
     return list(swarm.workers)
@@ -205,8 +207,8 @@ async def spread(directory: Path, home: Home, peers: int, versions: int) -> Row:
     """Measure versions in a swarm of `peers` workers that have joined before."""
     rows: list[Row] = []
     room = {"max_peers": max(DEFAULT_PEERS, 2 * peers)}
-    async with SimulatedSwarm(directory, home, network=room) as swarm:
-        names = await joined(swarm, peers)
+    async with SimulatedSwarm(directory, home) as swarm:
+        names = await joined(swarm, peers, network=room)
         first = max(swarm.published) + 1
         for version in range(first, first + versions):
             await swarm.until_published(version)

@@ -702,7 +702,6 @@ async def run(directory: Path, options: argparse.Namespace, clients: int) -> lis
     """Return a row as fast as workers are leased; with one number of clients also one at --rate."""
     model = make_small_model(directory / "model")
     settings: dict[str, Any] = {
-        "network": {"max_peers": max(MOST_PEERS, 4 * clients)},
         "environment": ENVIRONMENT,
         "sampling": {"max_tokens": REPLY},
         "rollouts": ROLLOUTS,
@@ -713,7 +712,7 @@ async def run(directory: Path, options: argparse.Namespace, clients: int) -> lis
     async with LoadedSwarm(
         directory, model, max_steps=10**6, trainer_ledger=TimedLedger, **settings
     ) as swarm:
-        await swarm.start_trainer()
+        await swarm.start_trainer(network={"max_peers": max(MOST_PEERS, 4 * clients)})
         pipe = asyncio.subprocess.PIPE
         workers = await asyncio.create_subprocess_exec(
             *(sys.executable, __file__, "--work", swarm.ticket, str(model), str(clients)),
