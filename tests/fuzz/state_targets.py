@@ -4,6 +4,7 @@ Each target reads `data` as a list of what others do, or as changes to valid byt
 was taken, and raises AssertionError where a rule is broken. See targets.py.
 """
 
+import atexit
 import functools
 import shutil
 import tempfile
@@ -60,6 +61,7 @@ FEW = 4
 SCRATCH = Path(
     tempfile.mkdtemp(prefix="primerl-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
 )
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 
 def acts(data: bytes, size: int) -> Iterator[bytes]:
