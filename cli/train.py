@@ -1,5 +1,6 @@
 """`primerl-node train` and `rl`: the trainer of a run, alone or with workers on this machine."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,7 +47,7 @@ InferenceGpus = Annotated[
 
 
 def train(ctx: typer.Context, dry_run: DryRun = False, as_json: DryRunJson = False) -> None:
-    """Start a run and train it: prints a join ticket, then learns from the nodes that join.
+    """Start a run and train it: prints a join ticket (on a terminal; elsewhere the file with it), then learns.
 
     \b
     Examples:
@@ -82,7 +83,9 @@ async def _train(config: "RunConfig", source: "ConfigSource", view: "OpenView") 
     from ..node.ops.control import NodeState, watched
 
     def announce(ticket: str) -> None:
-        view.say(f"join this run from anywhere:\n  primerl-node join --ticket {ticket}")
+        # it is a secret: what is no terminal may be a log that others read
+        shown = ticket if sys.stdout.isatty() else str(config.run_dir / "ticket.txt")
+        view.say(f"join this run from anywhere:\n  primerl-node join --ticket {shown}")
         _say_page(config, view)
 
     data_dir = config.data_dir or config.run_dir / "trainer"

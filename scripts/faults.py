@@ -741,6 +741,34 @@ FAULTS = (
         ("test_work_from_before_a_restart_is_taken_only_until_its_lease_is_over",),
     ),
     Fault(
+        "worker that hides its address connects to others",
+        "node/app/services.py",
+        "may_dial=lambda peer: not hidden or peer in trusted.leaders,",
+        "may_dial=lambda peer: True,",
+        ("test_a_worker_that_does_not_share_its_address_is_seen_by_its_trainer_alone",),
+    ),
+    Fault(
+        "children get the node's credentials",
+        "node/process/spawn.py",
+        "if name not in PRIVATE and not _CREDENTIAL.search(name)",
+        "if name",
+        ("test_credentials_are_no_variables_of_a_process_that_asks_no_service",),
+    ),
+    Fault(
+        "audits on a CPU are not confined",
+        "node/verification/hf_auditor.py",
+        "program, environment = start.command, environment | start.variables",
+        "start.variables.clear()",
+        ("test_a_process_that_audits_on_a_cpu_reaches_no_network_and_no_other_process",),
+    ),
+    Fault(
+        "frame of a log that names an older log ends the log",
+        "node/storage/sqlite_file.py",
+        "if salts != (salt_1, salt_2):\nbreak",
+        "if salts != (salt_1, salt_2):\n    return ''",
+        ("test_a_damaged_log_is_refused_before_the_transactions_behind_it_are_dropped",),
+    ),
+    Fault(
         "receipt is given before the submission is durable",
         "node/trainer/submissions.py",
         "arrival = await self._ledger.beside(\n"

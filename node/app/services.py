@@ -88,13 +88,21 @@ async def open_services(
         transport = await _start_transport(config, key, ledger, factories)
         cleanup.push_async_callback(transport.close)
         peers = PeerTable()
-        links = ConnectionPool(transport, peers, connect_timeout_s=factories.timeouts.connect_s)
+        trusted = TrustedRun(run_id, trainer, read_committed(ledger))
+        hidden = role != "trainer" and not config.network.share_address
+        links = ConnectionPool(
+            transport,
+            peers,
+            connect_timeout_s=factories.timeouts.connect_s,
+            may_dial=lambda peer: not hidden or peer in trusted.leaders,
+        )
         cleanup.push_async_callback(links.close)
-        discovery = await _start_discovery(config, key, ledger, run_id, bootstrap, factories)
+        discovery = None
+        if not hidden:  # whoever takes part in discovery is connected to other workers
+            discovery = await _start_discovery(config, key, ledger, run_id, bootstrap, factories)
         if discovery is not None:
             cleanup.push_async_callback(discovery.close)
         arrivals = ChunkArrivals()
-        trusted = TrustedRun(run_id, trainer, read_committed(ledger))
         heads = HeadStore(trusted, ledger)
         rates = rates or Rates(config.limits.upload, config.limits.download)
         blobs = BlobServer(store, arrivals, rates.up)

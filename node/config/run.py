@@ -157,7 +157,8 @@ class NetworkConfig(BaseConfig):
     name: Annotated[str, Field(max_length=MAX_NODE_NAME, pattern=r"^[\w .@-]*$")] = ""
     """Name of this node that `peers` of others shows beside its id: letters, digits, blanks and . @ _ -"""
     share_address: bool = True
-    """Whether admitted peers of the run may learn our addresses; if not, only the trainer does."""
+    """Whether admitted peers of the run may learn our addresses. If not, a node that joined connects to nodes
+    that lead its run and to its seeds alone: it fetches each version from the trainer, without libp2p."""
     relay_urls: list[str] = []
     """iroh relays of your own; public relays are never used unless listed here."""
     libp2p: bool = True
@@ -661,6 +662,21 @@ class JoinConfig(NodeConfig):
     pp: PipelineConfig = PipelineConfig()
     training: ComputeConfig = ComputeConfig()
     """Of a learner: where it computes; how it trains is the run's."""
+
+    @model_validator(mode="after")
+    def _hides_its_address(self) -> "JoinConfig":
+        if self.network.share_address:
+            return self
+        if self.network.relay_urls:
+            raise ValueError(
+                "network.share_address = false and network.relay_urls exclude each other: whoever knows this "
+                "node's id would reach it by the relay, where iroh names its addresses to find a direct path"
+            )
+        if self.pp.wanted:
+            raise ValueError(
+                "a pipeline's stages connect to each other: remove pp, or network.share_address = false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_one_kind_of_many(self) -> "JoinConfig":

@@ -25,7 +25,7 @@ from ..process.child_process import REST_S, REST_STARTS, ChildProcess
 from ..process.exit_reason import exit_reason
 from ..process.frames import ProcessMessage
 from ..process.heap import trim_heap
-from ..process.spawn import PARENT_VARIABLE, kill_group, to_the_end
+from ..process.spawn import PARENT_VARIABLE, PRIVATE, kill_group, to_the_end, without_secrets
 from ..tasks import end_tasks
 from .allowed import source_of
 from .chat import CHAT_FILES, Chat, ChatFormat, Transcript
@@ -78,13 +78,8 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
-PRIVATE = frozenset(
-    {"PRIMERL_PASSPHRASE", "PRIMERL_PASSPHRASE_FILE", "WANDB_SERVICE", PARENT_VARIABLE}
-)
-"""Variables that a taskset's process never gets: a secret, the way to W&B's service, and one for the node's
-processes."""
-SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE)$", re.IGNORECASE)
-"""Names of variables with credentials of services, which need a network."""
+HIDDEN = PRIVATE | {PARENT_VARIABLE}
+"""Variables that a taskset's process never gets."""
 LOOKED_TASKS = 4096
 """Cached tasks, with their prompt tokens."""
 MOST_LOSSES = 5
@@ -131,11 +126,7 @@ class EnvironmentChild(ChildProcess):
         """Pass `environ` to the process; without a network, credentials are left out."""
         self._mark_file = _shared_file()
         self._mark = mmap.mmap(self._mark_file.fileno(), MARK_BYTES)
-        variables = {
-            name: value
-            for name, value in environ.items()
-            if sandbox.config.network or not SECRET.search(name)
-        }
+        variables = dict(environ) if sandbox.config.network else without_secrets(environ)
         variables |= {
             MARK_VARIABLE: str(self._mark_file.fileno()),
             # makes the order of a set the same on every machine
@@ -331,7 +322,7 @@ class HostedEnvironment:
         """
         self._config = config
         self._judge = judges.judge(config) if judges else None
-        self._hidden = PRIVATE | judges.variables if judges else PRIVATE
+        self._hidden = HIDDEN | judges.variables if judges else HIDDEN
         self._sandbox = sandbox or Sandbox(SandboxConfig())
         self._model_dir = model_dir
         self._model_files = [] if model_dir is None else [model_dir / name for name in CHAT_FILES]

@@ -32,7 +32,7 @@ from ..gpus import VARIABLE, shown, visible
 from ..memory_plan.memory import check_fits
 from ..process.child_process import REST_S, REST_STARTS
 from ..process.heap import trim_heap
-from ..process.spawn import PARENT_VARIABLE
+from ..process.spawn import PARENT_VARIABLE, without_secrets
 from ..tasks import end_tasks
 from ..weights.state import Changed, State, check_update
 from .engine import (
@@ -469,7 +469,7 @@ def environments_of(config: EngineConfig, environ: Mapping[str, str]) -> list[di
 
     Raises UsageError if there are too few.
     """
-    ours = dict(environ) | {PARENT_VARIABLE: str(os.getpid())}
+    ours = without_secrets(environ) | {PARENT_VARIABLE: str(os.getpid())}
     count = config.replicas
     gpus = visible(environ) if count > 1 and config.device != "cpu" else ()
     if not gpus or (config.shares_gpu and len(gpus) == 1):

@@ -42,9 +42,18 @@ Key = tuple[bytes, bytes, int]
 class ConnectionPool:
     """A pool of connections that we dialled."""
 
-    def __init__(self, transport: Transport, peers: PeerTable, *, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        peers: PeerTable,
+        *,
+        connect_timeout_s: float,
+        may_dial: Callable[[bytes], bool] = lambda peer: True,
+    ) -> None:
+        """`may_dial` names the peers that may see our address; no other is connected to."""
         self._transport = transport
         self._peers = peers
+        self.may_dial = may_dial
         self._timeout = connect_timeout_s
         self._open: dict[Key, Connection] = {}
         self._locks: dict[Key, asyncio.Lock] = {}
@@ -106,6 +115,11 @@ class ConnectionPool:
 
     async def _dial(self, key: Key, deadline: float) -> Connection:
         peer, alpn, lane = key
+        if not self.may_dial(peer):
+            raise Unreachable(
+                "this node does not share its address (network.share_address), so it connects to the nodes "
+                "that lead its run and to no other"
+            )
         # A peer that takes no second connection still has its first: lanes back off by themselves.
         count, until = self._failures.get((peer, lane), (0, 0.0))
         if time.monotonic() < until:

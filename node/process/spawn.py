@@ -7,6 +7,7 @@ killed with it.
 import asyncio
 import ctypes
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 PARENT_VARIABLE = "PRIMERL_PARENT_PID"
+PRIVATE = frozenset({"PRIMERL_PASSPHRASE", "PRIMERL_PASSPHRASE_FILE", "WANDB_SERVICE"})
+"""Variables for nodes alone: a secret, where it is, and the way to W&B's service."""
+_CREDENTIAL = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE)$", re.IGNORECASE)
+"""Names of variables with credentials of services."""
 TAIL_BYTES = 16384
 MAX_LINE = 1000
 LAST_LINES_S = 10.0
@@ -25,6 +30,15 @@ PR_SET_PDEATHSIG = 1
 """<linux/prctl.h>"""
 EXIT_ORPHANED = 75
 """Exit code of a process whose parent has ended."""
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a process that asks no service: those with credentials are left out."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in PRIVATE and not _CREDENTIAL.search(name)
+    }
 
 
 def began(pid: int) -> float:

@@ -216,7 +216,7 @@ class Ledger:
                 self._db.execute("VACUUM")  # an older ledger shrinks from now on
         except sqlite3.OperationalError as error:
             raise _cannot_open(path, error) from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # SQLite quotes what it finds
             raise damaged(path, error) from error
 
     def connect(self) -> sqlite3.Connection:

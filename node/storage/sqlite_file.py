@@ -28,7 +28,8 @@ def log_damage(path: Path) -> str:
     """Return what is wrong with the log of the database `path`; "" if nothing is.
 
     SQLite reads a log up to the first frame whose checksum is wrong. At the end of a log that is a transaction
-    that was never committed, and right; where later transactions follow, they would be lost.
+    that was never committed, and right; where later transactions follow, they would be lost. A changed mark of
+    the last but one's end is not told from a cut: then two are lost.
     """
     log = path.with_name(path.name + LOG)
     try:
@@ -41,26 +42,31 @@ def log_damage(path: Path) -> str:
     order = ">" if magic & 1 else "<"
     if magic & ~1 != _LOG_MAGIC or _checksum(data[:24], order, (0, 0)) != tuple(sums):
         return f"the header of {log.name}"
-    frames = list(_frames(data, page, (salt_1, salt_2)))
+    frames = _frames(data, page)
+    while frames and frames[-1][1] != (salt_1, salt_2):
+        frames.pop()  # an older log left it
     state, whole = (sums[0], sums[1]), 0
-    for start, _ in frames:
+    for start, salts, _ in frames:
+        if salts != (salt_1, salt_2):
+            break
         body = start + _FRAME_HEADER.size
         state = _checksum(data[start : start + 8], order, state)
         state = _checksum(data[body : body + page], order, state)
         if state != _FRAME_HEADER.unpack_from(data, start)[4:]:
             break
         whole += 1
-    lost = sum(commits for _, commits in frames[whole:])
+    lost = sum(commits for _, _, commits in frames[whole:])
     return f"{log.name}, in front of {lost - 1} committed transactions" if lost > 1 else ""
 
 
-def _frames(data: bytes, page: int, salts: tuple[int, int]) -> Iterator[tuple[int, bool]]:
-    """Yield the offset of each frame, and whether it commits, without those that an older log left."""
+def _frames(data: bytes, page: int) -> list[tuple[int, tuple[int, int], bool]]:
+    """Return the offset and the salts of each frame, and whether it commits."""
     size = _FRAME_HEADER.size + page
+    frames: list[tuple[int, tuple[int, int], bool]] = []
     for start in range(_LOG_HEADER.size, len(data) - size + 1, size):
-        _, commits, *rest = _FRAME_HEADER.unpack_from(data, start)
-        if tuple(rest[:2]) == salts:
-            yield start, commits > 0
+        _, commits, salt_1, salt_2, *_ = _FRAME_HEADER.unpack_from(data, start)
+        frames.append((start, (salt_1, salt_2), commits > 0))
+    return frames
 
 
 def _checksum(data: bytes, order: str, state: tuple[int, int]) -> tuple[int, int]:

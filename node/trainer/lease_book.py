@@ -209,13 +209,13 @@ class NewcomerQueue:
         ]
         tickets.sort(key=lambda ticket: (by_ticket[ticket], self._turns.get(Origin(ticket), 0)))
         for ticket in tickets:
-            able = [
+            asking = sorted(
                 (by_origin[origin], self._turns.get(origin, 0), since, node)
                 for node, (origin, since) in self._asking[ticket].items()
-                if may(node)
-            ]
-            if able:
-                return min(able)[-1]
+            )
+            for *_, node in asking:
+                if may(node):  # which takes longer than to sort: hundreds may ask
+                    return node
         return None
 
     def count(self, ticket: bytes, kept: bool) -> None:
@@ -634,22 +634,18 @@ class LeaseBook:
         return free - used
 
     def next_newcomer(
-        self, capacity: int, now: float, able: Container[bytes] | None = None
+        self, capacity: int, now: float, able: Callable[[bytes], bool] = lambda node: True
     ) -> bytes | None:
         """Find the newcomer whose turn it is, where they may be granted `capacity` groups.
 
-        `able` are the nodes for which there are tasks that they can play; None: all.
+        `able` says whether there are tasks that a node can play.
         """
         if capacity < 1 or not len(self.newcomers):
             return None
         holders = {grant.node for grant in self.held.values()}
 
         def may(node: bytes) -> bool:
-            return (
-                node not in holders
-                and not self.resting(node, now)
-                and (able is None or node in able)
-            )
+            return node not in holders and not self.resting(node, now) and able(node)
 
         return self.newcomers.next(capacity, self._slots(now), may, alone=not self.staffed(now))
 

@@ -482,9 +482,12 @@ class LeaseScheduler:
             free, ready = self.demand.capacity(None), self._ready()
             if free < 1:
                 return
-            leasable = self.registry.leasable
-            able = (node for node in self.registry.pending if leasable(node) & ready)
-            node = self.book.next_newcomer(free, time.time(), frozenset(able))
+
+            def able(node: bytes, ready: frozenset[int] = ready) -> bool:
+                waits = node in self.registry.pending
+                return waits and not ready.isdisjoint(self.registry.leasable(node))
+
+            node = self.book.next_newcomer(free, time.time(), able)
             if node is None or not (leases := self._grant(node, 1)):
                 return
             self._answer(node, leases)

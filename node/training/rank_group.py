@@ -24,7 +24,7 @@ from ..errors import EngineError, RankFailed, StorageError, UsageError
 from ..process.child_process import ChildProcess
 from ..process.exit_reason import signal_name
 from ..process.frames import ProcessMessage, frame
-from ..process.spawn import end_process, kill_group
+from ..process.spawn import end_process, kill_group, without_secrets
 from ..removal import SCRATCH, remove_scratch
 from .rank_messages import (
     ENDED,
@@ -334,6 +334,7 @@ def environment(inherited: Mapping[str, str], config: TrainingConfig, ranks: int
 
     What they compile is kept for the next start, also where /tmp, torch's own choice, is emptied meanwhile.
     """
+    inherited = without_secrets(inherited)
     home = Path(os.path.expanduser("~"))
     if os.access(home, os.W_OK):
         inherited = {COMPILED: str(home / ".primerl" / "compiled"), **inherited}

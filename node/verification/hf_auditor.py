@@ -17,11 +17,15 @@ from typing import Literal
 from ...protocol.audits import audited_versions
 from ...protocol.manifests import RunManifest
 from ..config.engine import EXACT_NEEDS_VLLM, KEPT_NEEDS_VLLM, EngineConfig
+from ..config.sandbox import WorkerSandboxConfig
+from ..environments.confine import protect_node
+from ..environments.sandbox import Sandbox
 from ..errors import EngineError
+from ..gpus import usable
 from ..inference.handover import shared_file
 from ..models.model_files import vocab_size
 from ..process.child_process import REST_S, ChildProcess
-from ..process.spawn import PARENT_VARIABLE
+from ..process.spawn import PARENT_VARIABLE, without_secrets
 from ..tasks import end_tasks
 from ..weights.state import State
 from ..weights.state_history import WHOLE
@@ -53,6 +57,10 @@ from .local_audits import AuditFailed, Portions, prefill_costs
 logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.audit_process")
+LIMITS = WorkerSandboxConfig(type="limits", memory_gib=2.0**20)
+"""No sockets and no processes; the memory that an audit needs is planned, not limited."""
+AMD = Path("/dev/kfd")
+"""Device of AMD's GPUs, which torch may use."""
 START_TIMEOUT_S = 120.0
 """Time for loading torch and for the first use of a device."""
 
@@ -69,8 +77,13 @@ class AuditChild(ChildProcess):
     max_frame = MAX_FRAME
     log_level = logging.WARNING
 
-    def __init__(self, program: Sequence[str] = PROGRAM) -> None:
-        environment = os.environ | {PARENT_VARIABLE: str(os.getpid())}
+    def __init__(self, program: Sequence[str] = PROGRAM, *, confined: bool = True) -> None:
+        """Prepare to run `program`; `confined`: without sockets, and without the node's memory and signals."""
+        environment = without_secrets(os.environ) | {PARENT_VARIABLE: str(os.getpid())}
+        if confined:
+            start = Sandbox(LIMITS).start(program)
+            program, environment = start.command, environment | start.variables
+            protect_node()
         super().__init__("audit process", "the process that audits", program, environment)
 
     async def ask(self, request: AuditProcessRequest, timeout_s: float) -> AuditProcessReply:
@@ -299,7 +312,8 @@ class HfAuditor:
             logger.warning("the process that audits has ended, another one is started")
             await self._drop()
         if self._running is None:
-            child = AuditChild(self._program)
+            # a driver of GPUs may need sockets (MPS) and calls that the filter refuses
+            child = AuditChild(self._program, confined=_needs_no_driver(setup.terms.device))
             self._running = child, HeldStates(child, self._most_states)
             try:
                 await self._set_up(child, setup)
@@ -321,3 +335,7 @@ class HfAuditor:
         running, self._running = self._running, None
         if running is not None:
             await running[0].kill()
+
+
+def _needs_no_driver(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not usable(os.environ) and not AMD.exists())

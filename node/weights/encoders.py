@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ..process.spawn import without_secrets
 from .blocks import Block, Coded, encode_changes, encode_found
 from .codec import NONE, encode_delta
 from .sparse import Changes
@@ -50,7 +51,7 @@ class EncoderProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pipesize=PIPE,
-            env=os.environ | alone | KEEP_MEMORY,
+            env=without_secrets(os.environ) | alone | KEEP_MEMORY,
             start_new_session=True,  # a terminal's ctrl-C is not for it: it ends with its input
         )
         assert self._process.stdin is not None

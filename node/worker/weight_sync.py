@@ -58,11 +58,21 @@ class Upstreams:
         self._loaded = asyncio.Event()
 
     def learn(self, records: Sequence[bytes], later: Sequence[bytes] = ()) -> None:
-        """Add sealed peer records from the trainer: sources admitted before us, and after us."""
+        """Add sealed peer records from the trainer: sources admitted before us, and after us.
+
+        A node that does not share its address has none: it fetches from the trainer alone, and from seeds.
+        """
         services = self._services
-        before = learn_records(services.peers, services.run_id, records)
+        before, after = (
+            [
+                node
+                for node in learn_records(services.peers, services.run_id, sealed)
+                if services.links.may_dial(node)
+            ]
+            for sealed in (records, later)
+        )
         services.fetcher.place = len(before)
-        self.nodes = before + learn_records(services.peers, services.run_id, later)
+        self.nodes = before + after
 
     def learn_successors(self, records: Sequence[bytes]) -> None:
         """Take the sealed peer records of nodes that may lead after the trainer; others are left out."""

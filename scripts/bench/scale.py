@@ -13,6 +13,8 @@ environment are fakes. A version is a delta of 8 MB. Parts:
                 are than the learner, and how many rollouts came too late to be learned from
     cheats      a share of the workers cheats in all that it generates, and comes back with a new key after
                 each ban: tokens of theirs that were learned from, honest workers that were banned
+    hidden      some workers do not share their address (network.share_address), so that the trainer has to send
+                them all: how much more leaves it, and how soon all have a version
     recovery    how soon all have a version after half of them were cut off, and after the trainer was killed
 
 The same seed gives the same figures, without those of CPU.
@@ -66,7 +68,9 @@ AUDIT_RATE = 0.1
 """Share of the rollouts of proven workers that is audited: the product's default."""
 POISONED = 0.01
 """Goal: share of cheats' tokens in what is learned from."""
-PARTS = ("spread", "lines", "cheats", "recovery")
+HIDDEN = (0.0, 0.25, 0.5, 1.0)
+"""Shares of the workers that do not share their address."""
+PARTS = ("spread", "lines", "cheats", "hidden", "recovery")
 SOME = 16
 """Workers of the other parts."""
 CUT_S = 60.0
@@ -134,6 +138,24 @@ class CheatsRow:
 
 
 @dataclass(frozen=True)
+class HiddenRow:
+    """Spread of a version where some workers do not share their address; the slower of those measured."""
+
+    share: float
+    """Of the workers."""
+    peers: int
+    copies: float
+    """Bytes of chunks that left the trainer, by those of a version."""
+    by_trainer: float
+    """Share of the trainer in all bytes of chunks that were sent."""
+    half_s: float
+    most_s: float
+    """99 % have it."""
+    others_s: float
+    """All that share their address have it."""
+
+
+@dataclass(frozen=True)
 class LinesRow:
     """A run on lines of some rates."""
 
@@ -163,10 +185,20 @@ def other_sent(swarm: SimulatedSwarm) -> tuple[int, int]:
     return sent[swarm.trainer.node_id, ALPN_CONTROL], gossip
 
 
-async def joined(swarm: SimulatedSwarm, peers: int) -> list[str]:
-    """Start a trainer and workers; return their names once all have a version and one more was published."""
-    await swarm.start_trainer()
-    await swarm.join_all(peers)
+def all_chunks_sent(swarm: SimulatedSwarm) -> int:
+    """Return the bytes of chunks that all nodes have sent."""
+    return sum(size for (_, kind), size in swarm.lines.sent.items() if kind == ALPN_BLOBS)
+
+
+async def joined(
+    swarm: SimulatedSwarm, peers: int, hidden: int = 0, **overrides: Mapping[str, int]
+) -> list[str]:
+    """Start a trainer and workers; return their names once all have a version and one more was published.
+
+    The last `hidden` to join do not share their address; `overrides` are of the trainer's config.
+    """
+    await swarm.start_trainer(**overrides)
+    await swarm.join_all(peers, hidden)
     await swarm.until_published(max(swarm.published) + 1)
     return list(swarm.workers)
 
@@ -175,8 +207,8 @@ async def spread(directory: Path, home: Home, peers: int, versions: int) -> Row:
     """Measure versions in a swarm of `peers` workers that have joined before."""
     rows: list[Row] = []
     room = {"max_peers": max(DEFAULT_PEERS, 2 * peers)}
-    async with SimulatedSwarm(directory, home, network=room) as swarm:
-        names = await joined(swarm, peers)
+    async with SimulatedSwarm(directory, home) as swarm:
+        names = await joined(swarm, peers, network=room)
         first = max(swarm.published) + 1
         for version in range(first, first + versions):
             await swarm.until_published(version)
@@ -203,6 +235,34 @@ async def spread(directory: Path, home: Home, peers: int, versions: int) -> Row:
                     cpu_s=time.process_time() - cpu,
                 )
             )
+    return max(rows, key=lambda row: row.most_s)
+
+
+async def run_hidden(directory: Path, home: Home, peers: int, share: float) -> HiddenRow:
+    """Measure versions in a swarm of which the last to join do not share their address."""
+    rows: list[HiddenRow] = []
+    hidden = round(share * peers)
+    async with SimulatedSwarm(directory, home) as swarm:
+        names = await joined(swarm, peers, hidden)
+        first = max(swarm.published) + 1
+        for version in range(first, first + VERSIONS):
+            await swarm.until_published(version)
+            sent, before = chunks_sent(swarm), all_chunks_sent(swarm)
+            await swarm.until_covered(version, names, LATEST_S)
+            sent, total = chunks_sent(swarm) - sent, all_chunks_sent(swarm) - before
+            curve = swarm.coverage(version, names)
+            others = swarm.coverage(version, names[: peers - hidden] or names)
+            row = HiddenRow(
+                share=share,
+                peers=peers,
+                copies=sent / home.version_bytes,
+                by_trainer=sent / total,
+                half_s=share_at(curve, 0.5),
+                most_s=share_at(curve, 0.99),
+                others_s=share_at(others, 1.0),
+            )
+            rows.append(row)
+            await swarm.until_published(version + 1)
     return max(rows, key=lambda row: row.most_s)
 
 
@@ -386,7 +446,7 @@ def parse() -> argparse.Namespace:
 
 def measure(
     part: str, home: Home, peers: Sequence[int]
-) -> list[Row] | list[LinesRow] | list[CheatsRow] | list[Recovery]:
+) -> list[Row] | list[LinesRow] | list[CheatsRow] | list[HiddenRow] | list[Recovery]:
     """Return the rows of a part."""
     if part == "spread":
         return [simulate_spread(home, count) for count in peers]
@@ -402,6 +462,9 @@ def measure(
         return [
             simulate(small, partial(run_cheats, peers=CHEATED, share=share)) for share in SHARES
         ]
+    if part == "hidden":
+        runs = [partial(run_hidden, peers=SOME, share=share) for share in HIDDEN]
+        return [simulate(home, run) for run in runs]
     return [simulate(home, partial(fault, peers=SOME)) for fault in (partition, restart)]
 
 

@@ -58,7 +58,7 @@ from primerl.node.p2p.iroh import IrohTransport
 from primerl.node.p2p.limits import Pacer
 from primerl.node.p2p.peers import PeerTable
 from primerl.node.p2p.rpc import Refused
-from primerl.node.p2p.transport import Transport
+from primerl.node.p2p.transport import Transport, TransportError
 from primerl.node.p2p.uploads import upload
 from primerl.node.process.threads import share_python
 from primerl.node.storage.ledger import HonestRollout, Ledger, LedgerView
@@ -107,6 +107,8 @@ END = "end\n"
 SAMPLE_S = 0.01
 IDLE = frozenset(("select", "wait", "_worker", "get"))
 """Functions in which a thread waits."""
+MOST_PEERS = 256
+"""`network.max_peers` by default; newcomers may have half of the places, and a worker takes several."""
 LEASES = 3
 """Leases that a worker holds at a time, beside the one that it submits."""
 PROBE_S = 2.0
@@ -342,9 +344,17 @@ class Worker:
         await self._ask(hello, Welcome)
 
     async def _ask(self, request: Any, kind: type[Any]) -> Any:
-        return await self._links.request(
-            self._ticket.trainer, ALPN_CONTROL, request, kind, deadline=DEADLINE_S
-        )
+        """Ask until there is an answer: newcomers share a number of connections, and of requests a second."""
+        until = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                return await self._links.request(
+                    self._ticket.trainer, ALPN_CONTROL, request, kind, deadline=DEADLINE_S
+                )
+            except (TransportError, Refused):
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(0.5 + 5.0 * random.random())
 
     async def _take(self, leases: "asyncio.Queue[bytes]") -> None:
         """Take leases, and the verdicts that come with them."""
@@ -361,9 +371,11 @@ class Worker:
                 await asyncio.sleep(reply.retry_after_ms / 1000)
 
     async def _probe(self) -> None:
-        """Time requests that wait for no work, as those of a worker that has enough of it."""
+        """Time requests that wait for no work, as those of a proven worker that has enough of it."""
         while True:
             await asyncio.sleep(PROBE_S * (0.5 + random.random()))
+            if not self.outcomes["accepted"]:
+                continue
             began = time.monotonic()
             await self._ask(LeaseRequest(0, WorkerStats(0)), LeaseReply)
             self.probes.append(time.monotonic() - began)
@@ -399,6 +411,8 @@ class Worker:
                         self.outcomes[f"refused: {refusal.reason.value}"] += BUNDLE
                         break
                     await asyncio.sleep(0.05)
+                except TransportError:
+                    await asyncio.sleep(0.5 + random.random())
 
 
 async def work(ticket: str, model: Path, clients: int) -> None:
@@ -698,7 +712,7 @@ async def run(directory: Path, options: argparse.Namespace, clients: int) -> lis
     async with LoadedSwarm(
         directory, model, max_steps=10**6, trainer_ledger=TimedLedger, **settings
     ) as swarm:
-        await swarm.start_trainer()
+        await swarm.start_trainer(network={"max_peers": max(MOST_PEERS, 4 * clients)})
         pipe = asyncio.subprocess.PIPE
         workers = await asyncio.create_subprocess_exec(
             *(sys.executable, __file__, "--work", swarm.ticket, str(model), str(clients)),
@@ -717,7 +731,9 @@ async def run(directory: Path, options: argparse.Namespace, clients: int) -> lis
         printed, _ = await workers.communicate(END.encode())
         answer = json.loads(printed)
         probes = sorted(answer["probes"])
-        rows[0] = replace(rows[0], request_99_s=probes[int(0.99 * len(probes))])
+        rows[0] = replace(
+            rows[0], request_99_s=probes[int(0.99 * len(probes))] if probes else math.inf
+        )
         print(f"verdicts that workers read: {answer['outcomes']}")
     return rows
 

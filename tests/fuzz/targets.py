@@ -4,24 +4,26 @@ The first byte of `data` chooses a decoder, the rest is what it is given. Used b
 beside it, which mutate what seeds() gives.
 """
 
+import base64
 import functools
 import math
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from fuzz import state_targets
 from msgspec import structs
 from support import fingerprint_cases, ring_cases
 from support import weights_cases as cases
 from support.protocol_cases import (
-    LEASE,
+    ENVELOPES,
     MESSAGES,
+    OFFER,
     POLICY_MANIFEST,
-    RECORD,
     SUBMISSION,
-    VERDICT,
     sealed_head,
 )
 from support.protocol_cases import head as policy_head
@@ -64,16 +66,8 @@ from primerl.node.weights.state import (
 )
 from primerl.protocol.envelope import Envelope, read_envelope
 from primerl.protocol.errors import RemoteProtocolError
-from primerl.protocol.leases import Lease
-from primerl.protocol.manifests import (
-    ChunkRef,
-    PeerRecord,
-    PolicyHead,
-    PolicyManifest,
-    TensorInfo,
-)
+from primerl.protocol.manifests import ChunkRef, TensorInfo
 from primerl.protocol.messages import Beginning, Message
-from primerl.protocol.rollouts import Submission, Verdict
 from primerl.protocol.session import decode
 from primerl.protocol.version import SPOKEN
 
@@ -123,16 +117,14 @@ BITS_BEFORE = {name: tensor.data.tobytes() for name, tensor in BASE.items()}
 SCHEMES = (Projection(),)
 STATES = fingerprint_cases.exact(40)
 EVERY_MESSAGE: Any = functools.reduce(operator.or_, Message.__subclasses__())
-DOCUMENTS = (
-    PolicyManifest,
-    PolicyHead,
-    PeerRecord,
-    Lease,
-    Submission,
-    Verdict,
-    Beginning,
-    Envelope,
+EXAMPLES: tuple[msgspec.Struct, ...] = (
+    POLICY_MANIFEST,
+    SUBMISSION,
+    *(body for _, body, _ in ENVELOPES.values()),
+    OFFER,
 )
+"""One of each kind of document."""
+DOCUMENTS = (*dict.fromkeys(type(example) for example in EXAMPLES), Beginning, Envelope)
 
 
 def full(data: bytes) -> bool:
@@ -322,6 +314,7 @@ TARGETS: tuple[Callable[[bytes], bool], ...] = (
     share,
     frame,
     sealed,
+    *state_targets.TARGETS,
 )
 
 
@@ -348,11 +341,11 @@ def seeds() -> list[bytes]:
         (share, b"\x48" + located),
     ]
     payloads += [(fuzz_message, b"\0" + msgspec.msgpack.encode(message)) for message in MESSAGES]
-    documents = (POLICY_MANIFEST, policy_head(0), RECORD, LEASE, SUBMISSION, VERDICT)
     payloads += [
-        (fuzz_message, bytes([at]) + msgspec.msgpack.encode(document))
-        for at, document in enumerate(documents, 1)
+        (fuzz_message, bytes([1 + DOCUMENTS.index(type(it))]) + msgspec.msgpack.encode(it))
+        for it in EXAMPLES
     ]
+    payloads += state_targets.seeds()
     payloads.append((fuzz_message, bytes([len(DOCUMENTS)]) + sealed_head(policy_head(0))))
     payloads.append(
         (fuzz_message, bytes([len(DOCUMENTS) - 1]) + msgspec.msgpack.encode(MESSAGES[0]))
@@ -365,3 +358,17 @@ def seeds() -> list[bytes]:
             made = scheme.make(STATES[:tokens])
             payloads.append((proof, bytes([number, tokens - 1]) + made))
     return [bytes([TARGETS.index(target)]) + data for target, data in payloads]
+
+
+CORPUS = Path(__file__).parent / "corpus"
+"""Inputs that a fuzzer found to reach something new, in lines of base64, without the first byte."""
+
+
+def kept() -> list[bytes]:
+    """Return the inputs in CORPUS."""
+    return [
+        bytes([number]) + base64.b64decode(line)
+        for number, target in enumerate(TARGETS)
+        if (path := CORPUS / f"{target.__name__}.txt").exists()
+        for line in path.read_text(encoding="ascii").splitlines()
+    ]

@@ -31,6 +31,13 @@ def test_every_seed_is_accepted(number: int) -> None:
     assert targets.run(SEEDS[number])
 
 
+def test_inputs_that_fuzzers_kept_are_refused_or_decoded_as_they_must() -> None:
+    kept = targets.kept()
+    assert kept
+    for data in kept:
+        targets.run(data)
+
+
 @pytest.mark.parametrize("name", [target.__name__ for target in targets.TARGETS])
 @BOUNDED
 @given(st.data())

@@ -115,6 +115,7 @@ class Pipe:
         if self._broken is not None:
             return
         shown()
+        self._world.note(self._ends[1], data)
         self._under_way -= len(data)
         self._unread += data
         self._ended = self._finished and not self._under_way
@@ -500,6 +501,7 @@ class MemoryDiscovery:
 
     def meet(self, other: "MemoryDiscovery") -> None:
         """Take a neighbour."""
+        self._world.connected.add((self.node_id, other.node_id))
         self._neighbours[other.address] = other
 
     def lose(self, other: "MemoryDiscovery") -> None:
@@ -518,6 +520,7 @@ class MemoryDiscovery:
         self._coming.discard(name)
         if self._closed or not self._is_new(name):
             return
+        self._world.note(self.node_id, sealed)
         self._facts.append(GossipFact(sealed, source))
         self._arrived.fire()
         self._spread(sealed, name, source)
@@ -595,6 +598,15 @@ class MemoryNetwork:
         self._waiting: list[tuple[frozenset[bytes], Callable[[], None]]] = []
         """What came over a line to a stalled link."""
         self._serial = itertools.count(1)
+        self.connected: set[tuple[bytes, bytes]] = set()
+        """(who connected, to whom), in discovery as well."""
+        self.heard: dict[bytes, bytearray] | None = None
+        """All that came to each node, where a test keeps it."""
+
+    def note(self, target: bytes, data: bytes | memoryview) -> None:
+        """Keep what came to a node, if a test wants that."""
+        if self.heard is not None:
+            self.heard.setdefault(target, bytearray()).extend(data)
 
     def transport(
         self, node_id: bytes, alpns: Sequence[bytes] = DEFAULT_ALPNS
@@ -778,6 +790,7 @@ class MemoryTransport:
         if not target.speaks(alpn):
             raise Unreachable(f"{short(peer)} does not speak {alpn!r}: is its version ours?")
         ids, released = (self._node_id, peer), (self.released, target.released)
+        self._network.connected.add(ids)
         near, far = connect_ends(self._network, ids, alpn, released)
         far.remote = self.public
         if not target.admit(far):

@@ -205,10 +205,14 @@ class SimulatedSwarm(Swarm):
         """See Swarm."""
         return SimulatedBackend(self.fakes, self.home)
 
-    async def join_all(self, peers: int) -> None:
-        """Start that many workers within JOIN_S; once each has a version, let the learner begin."""
+    async def join_all(self, peers: int, hidden: int = 0) -> None:
+        """Start that many workers within JOIN_S; once each has a version, let the learner begin.
+
+        The last `hidden` of them do not share their address.
+        """
         for number in range(peers):
-            self.join(f"w{number}")
+            shares = number < peers - hidden
+            self.join(f"w{number}", network={"share_address": shares})
             await asyncio.sleep(JOIN_S / peers)
         while len(set().union(*self.had.values())) < peers:
             self._raise_failures()

@@ -11,7 +11,7 @@ import psutil  # pyright: ignore[reportMissingModuleSource]
 import pytest
 from support.machine import DEADLINE_S, fill, gone, small_disk
 
-from primerl.node.process.spawn import LoggedProcess, kill_group, signal_process
+from primerl.node.process.spawn import LoggedProcess, kill_group, signal_process, without_secrets
 
 
 async def test_stopping_a_child_ends_its_own_children(tmp_path: Path) -> None:
@@ -80,3 +80,14 @@ def test_a_log_that_cannot_be_put_aside_is_kept_as_it_is(tmp_path: Path) -> None
             child.put_log_aside(100, 2)
         assert child.log.stat().st_size == 101
         assert not (disk / ".c.log.partial").exists()
+
+
+def test_credentials_are_no_variables_of_a_process_that_asks_no_service() -> None:
+    given = {
+        "PATH": "/bin",
+        "PRIMERL_PASSPHRASE_FILE": "/k",
+        "HF_TOKEN": "t",
+        "TOKENIZERS": "0",
+        "key": "k",
+    }
+    assert without_secrets(given) == {"PATH": "/bin", "TOKENIZERS": "0"}

@@ -201,8 +201,9 @@ def test_any_changed_byte_in_the_ledger_of_a_trainer_that_ended_in_order_is_noti
     path = tmp_path / "ledger.db"
     trainers_ledger(path).close()
     whole = path.read_bytes()
-    for place in (8192 + 777, len(whole) - 1, 96):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    no_text = whole.index(b"PRIMARY KEY, sealed") + 11, 0x81  # in what SQLite says of it
+    for place, bit in ((8192 + 777, 1), (len(whole) - 1, 1), (96, 1), no_text):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
         with pytest.raises(StorageError, match=r"ledger\.db is damaged"):
             Ledger(path)
     path.write_bytes(whole)
@@ -236,7 +237,10 @@ def test_a_damaged_log_is_refused_before_the_transactions_behind_it_are_dropped(
     ledger.close()
     log = killed / "ledger.db-wal"
     whole = log.read_bytes()
-    for place in (3, 2000, len(whole) // 2):
+    frame = 24 + int.from_bytes(whole[8:12], "big")
+    ends = [at for at in range(32, len(whole), frame) if any(whole[at + 4 : at + 8])]
+    salt_of_last_but_one = ends[-2] + 8  # SQLite takes what follows for the rest of an older log
+    for place in (3, 2000, len(whole) // 2, salt_of_last_but_one):
         log.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         for _ in range(2):  # the first refusal drops nothing
             with pytest.raises(StorageError, match=r"ledger.db is damaged \(.*ledger.db-wal"):
