@@ -714,7 +714,9 @@ class TrainerNode(IssuingNode):
         startup = Startup(
             config, run.environments, backend, run.evaluator, self._clock, self._enter
         )
-        async with evaluation, asyncio.TaskGroup() as group:
+        async with AsyncExitStack() as cleanup, evaluation, asyncio.TaskGroup() as group:
+            if desk is not None:
+                cleanup.push_async_callback(desk.close)
             background = [
                 group.create_task(services.router(handler.handle, gate=registry.gate).run()),
                 group.create_task(services.watch_fraud()),

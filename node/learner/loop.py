@@ -45,6 +45,7 @@ from ..p2p.transport import TransportError
 from ..storage.chunk_store import read_chunk
 from ..storage.partial import whole_file
 from ..training.outer import (
+    SLACK,
     ContributionError,
     OuterState,
     SparseChange,
@@ -158,7 +159,10 @@ class LearnerRole:
         """Fetch the whole outer state."""
         services = self._services
         if self._inner is None or self._layout is None:
-            settings = msgspec.json.decode(reply.settings, type=LearnerSettings)
+            try:
+                settings = msgspec.json.decode(reply.settings, type=LearnerSettings)
+            except msgspec.DecodeError as error:
+                raise RemoteProtocolError(Reason.MALFORMED, f"settings: {error}") from error
             self._inner = await self._start(settings)
             masters = await self._inner.masters()
             self._layout = await asyncio.to_thread(OuterState.begin, 0, masters)
@@ -172,6 +176,8 @@ class LearnerRole:
         artifact = table.artifacts[0]
         if table.run != services.run_id or artifact.kind != "anchor":
             raise RemoteProtocolError(Reason.WRONG_RUN, "an outer state of another run")
+        if sum(chunk.size for chunk in artifact.chunks) > self._layout.size + SLACK:
+            raise RemoteProtocolError(Reason.TOO_LARGE, "an outer state larger than its tensors")
         await self._bring(artifact.chunks)
         payload = (read_chunk(services.store, chunk.digest) for chunk in artifact.chunks)
         replica = WeightReplica(threads=memory_threads())
