@@ -164,7 +164,7 @@ class Trial:
         keys = [SecretKey.generate() for _ in range(self._others)]
         nodes = json.dumps([key.node_id.hex() for key in keys])
         config = self._directory / "learners.toml"
-        config.write_text(f"[learners]\nnodes = {nodes}\n")
+        config.write_text(f"fsync = false\n[learners]\nnodes = {nodes}\n")
         if self._inner:
             arguments = [*arguments, "--learners.inner-steps", str(self._inner)]
         began = time.monotonic()
@@ -215,7 +215,8 @@ class Trial:
         return figures
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
-        path = self._directory / f"{arguments[0]}-{time.monotonic_ns()}.log"
+        logs = Path(os.environ.get("LOGS", self._directory))
+        path = logs / f"{arguments[0]}-{time.monotonic_ns()}.log"
         with path.open("wb") as log:
             process = subprocess.Popen(
                 [*PROGRAM, *arguments],
@@ -226,8 +227,6 @@ class Trial:
                 env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if "learner" in arguments else {}),
             )
         self._cleanup.callback(end, process)
-        if keep := os.environ.get("LOGS"):
-            self._cleanup.callback(lambda: Path(keep, path.name).write_bytes(path.read_bytes()))
         return process
 
 
