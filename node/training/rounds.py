@@ -65,16 +65,19 @@ class LearnerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def split(samples: Sequence[Sample], shares: Sequence[float], inner_steps: int) -> list[Batches]:
     """Cut samples, in their order, into a share for each learner, and each of these into inner batches.
 
-    Shares are of tokens; every inner batch has a sample if there are enough. Equal arguments, equal parts.
+    Shares are of tokens, of rollouts and of demonstrations alike; every inner batch has a sample if there are
+    enough. Equal arguments, equal parts.
     """
-    sizes = np.array([len(sample.token_ids) for sample in samples], np.float64)
     weights = [share / inner_steps for share in shares for _ in range(inner_steps)]
-    bounds = np.cumsum(weights) / sum(weights) * sizes.sum()
-    middles = np.cumsum(sizes) - sizes / 2
-    places = np.minimum(np.searchsorted(bounds, middles), len(weights) - 1)
     flat: Batches = [[] for _ in weights]
-    for place, sample in zip(places.tolist(), samples, strict=True):
-        flat[place].append(sample)
+    for given in (False, True):
+        kind = [sample for sample in samples if sample.given == given]
+        sizes = np.array([len(sample.token_ids) for sample in kind], np.float64)
+        bounds = np.cumsum(weights) / sum(weights) * sizes.sum()
+        middles = np.cumsum(sizes) - sizes / 2
+        places = np.minimum(np.searchsorted(bounds, middles), len(weights) - 1)
+        for place, sample in zip(places.tolist(), kind, strict=True):
+            flat[place].append(sample)
     return [flat[at : at + inner_steps] for at in range(0, len(flat), inner_steps)]
 
 

@@ -1,5 +1,7 @@
 """The outer step: what bf16 can see is sent, the rest is kept, and equal contributions make equal bits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -238,6 +240,14 @@ def test_every_sample_is_given_to_one_learner_in_one_inner_step() -> None:
     sizes = [sum(len(one.token_ids) for batch in part for one in batch) for part in parts]
     assert sizes[0] == pytest.approx(2 * sizes[1], rel=0.2)
     assert sum(trained_tokens(part) for part in parts) == 128
+
+
+def test_demonstrations_are_divided_as_rollouts_are() -> None:
+    rollouts = [sample(8, 2) for _ in range(16)]
+    given = [replace(sample(8, 4), given=True) for _ in range(8)]
+    for part in split([*rollouts, *given], [0.5, 0.5], 2):
+        for batch in part:
+            assert [one.given for one in batch] == [False] * 4 + [True] * 2
 
 
 def test_figures_of_inner_steps_are_weighed_by_their_tokens() -> None:
