@@ -1,18 +1,18 @@
-"""Benchmark learners: one trainer against a trainer with learners, at equal tokens.
+"""Benchmark learners: one trainer against a trainer with a learner, at equal tokens.
 
     .venv/bin/python scripts/bench/learners.py [--quick] [--seeds N] [--json FILE]
-    .venv/bin/python scripts/bench/learners.py --bound [--model DIR] [--cores N] [--versions N] [--json FILE]
+    .venv/bin/python scripts/bench/learners.py --bound [--versions N] [--json FILE]
 
 Without --bound each run is the demo in processes of its own over iroh, on this machine, to its end: held-out
 reward of one trainer, and of two learners (the trainer and one more) with H = 4 and H = 8 inner steps, each
 with the same rollouts in all. --quick does one seed, and H = 4 alone. With --bound training is what a run waits
-for: learners compute on N cores each, vLLM generates on a GPU; judged are trained tokens a second and the size
-of contributions at a learning rate of 1e-6.
+for: a larger model, and demonstrations that are nine tenths of its tokens; each learner has one thread. Judged
+are trained tokens a second.
 """
 
 import json
 import os
-import shlex
+import random
 import statistics
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from primerl.crypto.keys import KEY_FILE, SecretKey
-from primerl.scripts.bench.report import Goal, at_least, at_most, conclude, make_parser
+from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
 from primerl.scripts.bench.succession import PROGRAM, end, steps_of, until
 
 GROUPS, STEPS = 16, 160
@@ -44,36 +44,31 @@ def main() -> int:
     parser.add_argument(
         "--bound", action="store_true", help="where training is what a run waits for"
     )
-    parser.add_argument("--model", default="", help="--bound: model directory")
-    parser.add_argument("--cores", type=int, default=4, help="--bound: cores of each learner")
-    parser.add_argument("--versions", type=int, default=5, help="--bound: versions of each run")
-    parser.add_argument("--inner", type=int, default=4, help="--bound: inner steps")
-    parser.add_argument("--worker", default="", help="--bound: more arguments of `join`")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of the demo")
+    parser.add_argument("--versions", type=int, default=8, help="--bound: versions of each run")
     options = parser.parse_args()
     if options.bound:
-        rows, goals = bound(options)
+        rows, goals = bound(4, options.versions)
     else:
         seeds = 1 if options.quick else options.seeds
-        rows, goals = parity(seeds, [4] if options.quick else [4, 8], options.steps)
+        rows, goals = parity(seeds, [4] if options.quick else [4, 8])
     return conclude(rows, goals, options.json)
 
 
-def parity(seeds: int, inner: Sequence[int], steps: int) -> tuple[list[dict[str, Any]], list[Goal]]:
+def parity(seeds: int, inner: Sequence[int]) -> tuple[list[dict[str, Any]], list[Goal]]:
     """Compare held-out rewards."""
     rows: list[dict[str, Any]] = []
     for seed in range(seeds):
         for h in (0, *inner):
             arguments = [
                 *("@", "configs/demo.toml", "--seed", str(seed), "--max-steps"),
-                *(str(steps // h if h else steps), "--checkpoint.interval", "1"),
+                *(str(STEPS), "--checkpoint.interval", "1"),
             ]
             if h:
-                groups, stale = GROUPS * h * LEARNERS, (LAG + 1) * h - 1
-                arguments[5] = str(max(1, steps // (h * LEARNERS)))
+                groups = GROUPS * h * LEARNERS
+                arguments[5] = str(STEPS // (h * LEARNERS))
                 arguments += [
                     *("--rollouts.groups-per-batch", str(groups)),
-                    *("--rollouts.max-off-policy-steps", str(stale)),
+                    *("--rollouts.max-off-policy-steps", str(staleness(h))),
                 ]
             with tempfile.TemporaryDirectory() as directory, ExitStack() as cleanup:
                 trial = Trial(Path(directory), cleanup, h, learners=LEARNERS if h else 1)
@@ -94,48 +89,39 @@ def parity(seeds: int, inner: Sequence[int], steps: int) -> tuple[list[dict[str,
     return rows, goals
 
 
-def bound(options: Any) -> tuple[list[dict[str, Any]], list[Goal]]:
+def bound(inner: int, versions: int) -> tuple[list[dict[str, Any]], list[Goal]]:
     """Compare trained tokens a second where training is what a run waits for."""
-    model = ["--model.name", options.model] if options.model else []
     rows: list[dict[str, Any]] = []
     for count in (1, LEARNERS):
-        h = options.inner
-        arguments = [
-            *("@", "scripts/bench/small.toml", *model, "--max-steps", str(options.versions)),
-            *("--environment.id", "alphabet-sort", "--training.device", "cpu"),
-            *("--environment.args.min-turns", "1", "--environment.args.max-turns", "1"),
-            *("--training.threads", str(options.cores), "--training.lr", "1e-6"),
-            *("--rollouts.groups-per-batch", str(h * LEARNERS), "--rollouts.group-size", "8"),
-            *("--rollouts.groups-per-lease", "1", "--checkpoint.interval", "1"),
-            *("--rollouts.max-off-policy-steps", str((LAG + 1) * h - 1 if count > 1 else LAG)),
-            *("--training.dtype", "float32", "--verification.auditor", "hf"),
-        ]
         with tempfile.TemporaryDirectory() as directory, ExitStack() as cleanup:
-            trial = Trial(
-                Path(directory),
-                cleanup,
-                h if count > 1 else 0,
-                learners=count,
-                cores=options.cores,
-                worker=shlex.split(options.worker),
-            )
+            demonstrations = Path(directory) / "rows.jsonl"
+            demonstrations.write_text("".join(reversed_words()))
+            arguments = [
+                *("@", "configs/demo.toml", "--max-steps", str(versions)),
+                *("--model.create.hidden-size", "256", "--model.create.num-hidden-layers", "6"),
+                *("--training.sft.files", json.dumps([str(demonstrations)])),
+                *("--training.sft.share", "0.9", "--training.lr", "1e-5"),
+                *("--rollouts.max-off-policy-steps", str(staleness(inner if count > 1 else 1))),
+                *("--checkpoint.interval", "1", "--evaluation.prompts", "0"),
+            ]
+            trial = Trial(Path(directory), cleanup, inner if count > 1 else 0, learners=count)
             row = {"learners": count, **trial.run(arguments)}
         rows.append(row)
         print(row, flush=True)
-    alone, both = rows
-    goals = [
-        at_least(
-            "trained tokens/s of two learners, times one's",
-            both["tokens/s"] / alone["tokens/s"],
-            1.8,
-        ),
-        at_most(
-            "bytes of a contribution, of dense FP32",
-            both["MB a contribution"] / both["dense MB"],
-            1 / 17,
-        ),
-    ]
-    return rows, goals
+    alone, both = (row["tokens/s"] for row in rows)
+    return rows, [at_least("trained tokens/s of two learners, times one's", both / alone, 1.8)]
+
+
+def staleness(inner: int) -> int:
+    """Return the bound with which rollouts may be LAG versions behind."""
+    return (LAG + 1) * inner - 1
+
+
+def reversed_words() -> list[str]:
+    """Make demonstrations of the demo's task."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(4096)]
+    return [json.dumps({"prompt": word, "completion": word[::-1]}) + "\n" for word in words]
 
 
 class Trial:
@@ -148,15 +134,11 @@ class Trial:
         inner: int,
         *,
         learners: int,
-        cores: int = 1,
-        worker: Sequence[str] = (),
     ) -> None:
         self._directory = directory
         self._cleanup = cleanup
         self._inner = inner
         self._others = learners - 1
-        self._cores = cores
-        self._worker = worker
         self._run = directory / "t" / "run"
 
     def run(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -175,13 +157,13 @@ class Trial:
         if trainer.poll() is not None:
             raise RuntimeError("the trainer ended: LOGS=DIRECTORY keeps its log")
         join = ("join", "--ticket", str(ticket), "--data-dir")
-        self._start(*join, str(self._directory / "w"), *self._worker)
+        self._start(*join, str(self._directory / "w"))
         learning: list[Path] = []
         for number, key in enumerate(keys):
             learning.append(self._directory / f"l{number}")
             learning[-1].mkdir()
             key.save(learning[-1] / KEY_FILE, None)
-            threads = ("--training.threads", str(self._cores))
+            threads = ("--training.threads", "1")
             device = ("--training.device", "cpu", "--training.backend", "local")
             self._start(*join, str(learning[-1]), "--role", "learner", *device, *threads)
         while trainer.poll() is None and time.monotonic() - began < MOST_S:
