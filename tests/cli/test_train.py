@@ -150,7 +150,7 @@ def test_groups_of_one_are_refused_as_nothing_is_learned_from_them(
 
 @pytest.mark.slow
 def test_a_seq_len_below_every_sample_ends_a_run_before_its_first_step(cli: Cli) -> None:
-    ran = cli("train", "@", "demo", "--training.seq-len", "12")
+    ran = cli("train", "@", "demo", "--training.seq-len", "12", "--no-network.libp2p")
     assert ran.code == 2
     assert "warm-up step" not in ran.err
     assert "training.seq_len" in ran.err.splitlines()[-1]
