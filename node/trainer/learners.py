@@ -529,6 +529,7 @@ class LearnerRounds:
         waited = time.monotonic() - began
         nodes = [self._own, *learners]
         parts = dict(zip(nodes, split(batch.samples, desk.shares(nodes), steps), strict=True))
+        rollout_tokens = {node: trained_tokens(part, given=False) for node, part in parts.items()}
         own = parts.pop(self._own)
         current = await desk.open_round(first, parts)
         figures = await self._loop.train(first, own)
@@ -546,7 +547,7 @@ class LearnerRounds:
         return StepMetrics(
             figures
             | {
-                "tokens": float(sum(opened.body.tokens for opened in merged)),
+                "tokens": float(sum(rollout_tokens[opened.node] for opened in merged)),
                 "learners/merged": float(len(step.contributions)),
                 "learners/missed": float(1 + len(learners) - len(step.contributions)),
                 "learners/mib": sum(opened.body.artifact.size for opened in merged) / 2**20,

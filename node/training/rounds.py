@@ -81,9 +81,11 @@ def split(samples: Sequence[Sample], shares: Sequence[float], inner_steps: int) 
     return [flat[at : at + inner_steps] for at in range(0, len(flat), inner_steps)]
 
 
-def trained_tokens(batches: Batches) -> int:
-    """Count the tokens of the samples that are trained."""
-    return sum(sum(sample.mask[1:]) for batch in batches for sample in batch)
+def trained_tokens(batches: Batches, *, given: bool = True) -> int:
+    """Count the tokens that are trained; those of demonstrations too, unless `given` is False."""
+    return sum(
+        sum(sample.mask[1:]) for batch in batches for sample in batch if given or not sample.given
+    )
 
 
 def encode_samples(batches: Batches) -> bytes:
