@@ -413,10 +413,11 @@ class LearnersConfig(BaseConfig):
     """Contributions, the trainer's among them, that a version waits for."""
     grace_s: Seconds = 60.0
     """Longest time to wait, with a quorum, for a learner that is late: then this version is made without it."""
-    outer_lr: Annotated[float, Field(gt=0, le=10)] = 0.7
-    """Learning rate of the outer step (Nesterov) on what all learners contributed."""
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Its momentum."""
+    outer_lr: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Learning rate of the outer step (Nesterov) on what all learners contributed; 1 without momentum takes
+    their mean."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Its momentum; 0.9 multiplies what all agree on by ten."""
 
 
 class WeightsConfig(BaseConfig):
