@@ -118,7 +118,7 @@ def make_backend(
     temperature, own, steps = 1.0, dict[str, SampleTerms](), config.max_steps
     if isinstance(config, RunConfig):
         temperature, own = config.sampling.temperature, sample_terms(config)
-        steps *= config.learners.inner_steps if config.learners.nodes else 1
+        steps = config.optimizer_steps
     return learning_backend(config.training, steps, config.seed, temperature, own, gpus)
 
 

@@ -404,9 +404,7 @@ class TrainerNode(IssuingNode):
             watches = [tasks.create_task(others.run()), tasks.create_task(others.watch())]
             try:
                 await work
-            except (
-                Exception
-            ):  # whatever failed in a trainer whose own heads count no more, that is the reason
+            except Exception:  # whatever failed, that own heads count no more is the reason
                 others.check()
                 raise
             finally:
@@ -766,7 +764,7 @@ class TrainerNode(IssuingNode):
             return None
         settings = LearnerSettings(
             config.training.model_dump_json(),
-            config.max_steps * contract.inner_steps,
+            config.optimizer_steps,
             config.seed,
             config.sampling.temperature,
             sample_terms(config),

@@ -813,6 +813,11 @@ class RunConfig(NodeConfig, OwnRunConfig):
         endpoints = loss.endpoint is not None and not holds_teacher
         return endpoints or loss.reference_key == common.reference_key
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps of an optimizer that the run has: several a version where there are learners."""
+        return self.max_steps * (self.learners.inner_steps if self.learners.nodes else 1)
+
     def in_versions(self) -> "RunConfig":
         """Return this config with the bound of staleness in versions, each of which is several inner steps."""
         if not self.learners.nodes:
@@ -848,7 +853,7 @@ class RunConfig(NodeConfig, OwnRunConfig):
                 "what learners contributed is resumed from checkpoints alone: set checkpoint.interval to 1"
             )
         losses = [own.loss for own in self.training_on().values()]
-        if any(loss.type == "custom" or loss.loads_reference for loss in losses):
+        if not all(loss.is_plain for loss in losses):
             raise ValueError(
                 "a loss of your own, or one with a reference model, is not for runs with learners"
             )

@@ -113,6 +113,11 @@ class LossConfig(BaseConfig):
         return self.needs_reference and self.teacher == "reference" and self.endpoint is None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether any node computes it from this section alone: no code of its own, and no other model."""
+        return self.type != "custom" and not self.loads_reference
+
+    @property
     def needs_sequences(self) -> bool:
         """Whether it may add up over all tokens of a sequence."""
         weighs = self.type == "reinforce" and self.importance == "sequence"

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -50,12 +49,17 @@ from ..training.outer import (
     OuterState,
     SparseChange,
     check_artifact,
-    decode,
-    encode,
     merge,
 )
-from ..training.rounds import Batches, InnerLoop, LearnerSettings, decode_samples, trained_tokens
-from ..weights.artifacts import store_artifact
+from ..training.rounds import (
+    Batches,
+    InnerLoop,
+    LearnerSettings,
+    decode_samples,
+    read_change,
+    store_change,
+    trained_tokens,
+)
 from ..weights.replica import WeightReplica
 from ..weights.state import CodecError, WeightsError, memory_threads
 
@@ -101,7 +105,6 @@ class LearnerRole:
         self._made: dict[tuple[int, int], bytes] = {}
         """Digest of the outer state of each version that we made, by epoch and version."""
         self.rounds = self.merged = self.tokens = 0
-        self.doing = ""
 
     @property
     def version(self) -> int:
@@ -228,13 +231,11 @@ class LearnerRole:
         """Fetch and decode contributions, from those who made them if possible."""
         parts: list[SparseChange] = []
         for part in opened:
-            chunks = part.body.artifact.chunks
-            await self._bring(chunks, [part.node])
-            parts.append(await asyncio.to_thread(self._decode, outer, chunks))
+            artifact = part.body.artifact
+            await self._bring(artifact.chunks, [part.node])
+            store = self._services.store
+            parts.append(await asyncio.to_thread(read_change, store, outer, artifact))
         return parts
-
-    def _decode(self, outer: OuterState, chunks: Sequence[ChunkRef]) -> SparseChange:
-        return decode(outer, (read_chunk(self._services.store, chunk.digest) for chunk in chunks))
 
     def _note(self) -> None:
         assert self._outer is not None
@@ -271,15 +272,8 @@ class LearnerRole:
         services, outer, inner = self._services, self._outer, self._inner
         own = services.key.node_id
         assignment = open_assignment(reply.assignment, services.run_id, own, services.leaders)
-        if (
-            outer is None
-            or inner is None
-            or (assignment.version, assignment.outer)
-            != (
-                outer.version,
-                outer.digest,
-            )
-        ):
+        stated = (assignment.version, assignment.outer)
+        if outer is None or inner is None or stated != outer.name:
             raise RemoteProtocolError(Reason.WRONG_BASE, "samples for another state")
         batches = await self._samples(assignment)
         if self._moved:
@@ -292,14 +286,7 @@ class LearnerRole:
             services.keep_chunks.discard(name)
         self._drop(self._sent)
         artifact = await asyncio.to_thread(
-            partial(
-                store_artifact,
-                services.store,
-                encode(outer.masters, gated),
-                base_version=outer.version,
-                base_state=outer.digest,
-                keep=services.keep_chunks,
-            )
+            store_change, services.store, outer, gated, services.keep_chunks
         )
         self._sent = [chunk.digest for chunk in artifact.chunks]
         body = Contribution(

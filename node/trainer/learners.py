@@ -12,10 +12,9 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -52,7 +51,7 @@ from ...protocol.version import MAX_NAME
 from ..config.run import LearnersConfig
 from ..errors import NetworkError, StorageError, printable
 from ..p2p.services import NodeServices
-from ..storage.chunk_store import Disk, read_chunk
+from ..storage.chunk_store import Disk
 from ..tasks import end_tasks
 from ..training.backend import (
     RUINED,
@@ -67,14 +66,13 @@ from ..training.checkpoint import StagingBackend
 from ..training.outer import (
     ContributionError,
     Floats,
+    Gated,
     OuterState,
     SparseChange,
     check_artifact,
-    decode,
     merge,
     weigh,
 )
-from ..training.outer import encode as encode_change
 from ..training.rounds import (
     OUTER,
     RESIDUAL,
@@ -83,8 +81,10 @@ from ..training.rounds import (
     LearnerSettings,
     as_state,
     encode_samples,
+    read_change,
     read_residual,
     split,
+    store_change,
     trained_tokens,
 )
 from ..training.warmup import SupervisedBackend
@@ -167,8 +167,6 @@ class LearnerDesk:
         self._table: tuple[tuple[int, bytes], ChunkRef, list[bytes]] | None = None
         """Outer state that can be fetched: version and digest, its table, and its chunks."""
         self._making: asyncio.Task[None] | None = None
-        self.received = 0
-        """Bytes of contributions."""
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -182,7 +180,7 @@ class LearnerDesk:
                 ASIDE_MS, printable(f"set aside: {self._why.get(peer, '')}", MAX_NAME)
             )
         if self.outer is None:
-            await self._until_changed()
+            await self._wait_change(ASSIGNMENT_WAIT_S)
             return AssignmentWait(BUSY_MS, "the run has not begun to train")
         if successor := self._successor(peer, (request.version, request.outer)):
             self._heard[peer] = self._clock()
@@ -233,10 +231,13 @@ class LearnerDesk:
             self._strike(peer, str(error))
             raise RemoteProtocolError(Reason.BAD_CONTRIBUTION, str(error)) from error
         self._heard[peer] = self._clock()
-        took = max(1e-3, self._clock() - current.began)
-        self._rates[peer] = opened.body.tokens / took
+        self._measure(peer, current, opened.body.tokens)
         current.taking[peer] = asyncio.create_task(self._take(current, opened), name="contribution")
         return Accepted()
+
+    def _measure(self, node: bytes, current: Round, tokens: int) -> None:
+        """Note how fast a node has trained its share."""
+        self._rates[node] = tokens / max(1e-3, self._clock() - current.began)
 
     def _check(self, peer: bytes) -> None:
         if peer not in self.contract.nodes:
@@ -251,10 +252,11 @@ class LearnerDesk:
                 return Stepped(sealed, printable(self._why.get(peer, ""), MAX_NAME))
         return None
 
-    async def _until_changed(self) -> None:
+    async def _wait_change(self, seconds: float) -> None:
+        """Wait until something has changed, for `seconds` at most."""
         self._changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(ASSIGNMENT_WAIT_S):
+            async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
     def _strike(self, peer: bytes, why: str) -> None:
@@ -315,10 +317,7 @@ class LearnerDesk:
             absent = [node for node in self._expected() if node not in self._waiting]
             if not absent:
                 break
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left, 1.0)):
-                    await self._changed.wait()
+            await self._wait_change(min(left, 1.0))
         return [node for node in self.contract.nodes if node in self._waiting]
 
     def _expected(self) -> list[bytes]:
@@ -377,40 +376,28 @@ class LearnerDesk:
         current.chunks += names
         try:
             await services.fetcher.fetch(chunks, (), opened.node)
-            change = await asyncio.to_thread(self._read, current.outer, chunks)
+            change = await asyncio.to_thread(
+                read_change, services.store, current.outer, opened.body.artifact
+            )
         except (NetworkError, StorageError) as error:
             self._why[opened.node] = str(error)
             logger.warning("the contribution of %s was not fetched: %s", short(opened.node), error)
         except ContributionError as error:
             self._strike(opened.node, str(error))
         else:
-            self.received += opened.body.artifact.size
             current.arrived[opened.node] = (opened, change)
         self._changed.set()
 
-    def _read(self, outer: OuterState, chunks: Sequence[ChunkRef]) -> SparseChange:
-        return decode(outer, (read_chunk(self._services.store, chunk.digest) for chunk in chunks))
-
-    async def add_own(self, current: Round, tokens: int, payload: Iterable[bytes]) -> None:
+    async def add_own(self, current: Round, tokens: int, gated: Gated) -> None:
         """Add this node's own contribution, which others fetch like any other. Raises StorageError."""
         own, outer = self._services.key.node_id, current.outer
-        took = max(1e-3, self._clock() - current.began)
-        self._rates[own] = tokens / took
+        self._measure(own, current, tokens)
         store, keep = self._services.store, self._services.keep_chunks
-        artifact = await asyncio.to_thread(
-            partial(
-                store_artifact,
-                store,
-                payload,
-                base_version=outer.version,
-                base_state=outer.digest,
-                keep=keep,
-            )
-        )
+        artifact = await asyncio.to_thread(store_change, store, outer, gated, keep)
         current.chunks += [chunk.digest for chunk in artifact.chunks]
         body = Contribution(NO_DIGEST, current.term, outer.version, outer.digest, tokens, artifact)
         sealed = self._seal(Purpose.CONTRIBUTION, body)
-        change = await asyncio.to_thread(self._read, outer, artifact.chunks)
+        change = await asyncio.to_thread(read_change, store, outer, artifact)
         current.arrived[own] = (OpenedContribution(own, sealed, body), change)
 
     async def collect(self, current: Round, quorum: int, grace_s: float) -> None:
@@ -424,10 +411,7 @@ class LearnerDesk:
                 names = ", ".join(short(node) for node in current.missing())
                 logger.warning("version %d is made without %s", current.outer.version + 1, names)
                 break
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._changed.wait()
+            await self._wait_change(left)
 
     async def close_round(self, current: Round) -> tuple[OuterState, OuterStep]:
         """Merge what arrived, and tell the learners. Raises StorageError."""
@@ -537,7 +521,7 @@ class LearnerRounds:
             return StepMetrics(figures)
         trained = time.monotonic()
         gated = await self._loop.change(outer)
-        await desk.add_own(current, trained_tokens(own), encode_change(outer.masters, gated))
+        await desk.add_own(current, trained_tokens(own), gated)
         await desk.collect(current, config.quorum, config.grace_s)
         collected = time.monotonic()
         self._outer, step = await desk.close_round(current)
@@ -580,7 +564,7 @@ class LearnerRounds:
         """Copy the content of a checkpoint; afterwards the weights may change."""
         assert isinstance(self._inner, StagingBackend)
         await self._inner.stage()
-        outer = await self._opened(0) if self._outer is None else self._outer
+        outer = self._outer or await self._opened(0)
         self._staged = (outer, as_state(self._loop.residual, outer.masters))
 
     async def write_staged(self, directory: Path) -> None:
@@ -594,7 +578,7 @@ class LearnerRounds:
     async def save(self, directory: Path) -> None:
         """See TrainBackend."""
         await self._inner.save(directory)
-        outer = await self._opened(0) if self._outer is None else self._outer
+        outer = self._outer or await self._opened(0)
         residual = as_state(self._loop.residual, outer.masters)
         await asyncio.to_thread(_write_outer, directory, outer, residual)
 
@@ -617,8 +601,7 @@ class LearnerRounds:
             self.desk.begin(self._outer, self._term())
 
     async def close(self) -> None:
-        """Close everything."""
-        await self.desk.close()
+        """See TrainBackend."""
         await self._inner.close()
 
     async def start(self, model_dir: Path) -> None:

@@ -10,16 +10,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...crypto.hashing import NO_DIGEST
 from ...protocol.manifests import Artifact, LearnersContract, TensorInfo
+from ..weights.adapters import narrow
 from ..weights.codec import CODEC, apply_delta, encode_delta
 from ..weights.replica import Policy, prove, tensor_table
-from ..weights.state import Changed, CodecError, State, Tensor, memory_threads
+from ..weights.sparse import where
+from ..weights.state import Changed, CodecError, State, Tensor, floats, memory_threads
 
 Floats = NDArray[np.float32]
 
@@ -47,9 +48,9 @@ class OuterState:
     """Both, proved together; its version is that of the run."""
 
     @classmethod
-    def begin(cls, version: int, masters: State, momentum: State | None = None) -> "OuterState":
-        """Make the outer state of `masters`; without `momentum` it is zero."""
-        momentum = momentum or {
+    def begin(cls, version: int, masters: State) -> "OuterState":
+        """Make the outer state of `masters`, without momentum."""
+        momentum = {
             name: Tensor("F32", tensor.shape, np.zeros(tensor.data.size, "<u4"))
             for name, tensor in masters.items()
         }
@@ -154,13 +155,12 @@ def gate(base: State, local: State, residual: Mapping[str, Floats]) -> Gated:
 def _gate(
     base: Tensor, local: Tensor, residual: Floats | None
 ) -> tuple[Tensor, NDArray[np.int64], Floats]:
-    before = _floats(base)
-    change: Floats = before - _floats(local)
+    before = floats(base)
+    change: Floats = before - floats(local)
     if residual is not None:
         change += residual
     target: Floats = before - change
-    fired = _bf16(target) != _bf16(before)
-    positions = np.flatnonzero(fired)
+    positions = where(narrow(target) != narrow(before))
     sent = before.copy()
     sent[positions] = target[positions]
     # what rounding took from the sent ones is kept, too
@@ -194,15 +194,15 @@ def decode(outer: OuterState, payload: Iterable[bytes]) -> SparseChange:
     values: dict[str, Floats] = {}
     squares: list[float] = []
     for name in sorted(changed):
-        where = changed[name]
-        if where is None:
-            where = np.flatnonzero(state[name].data != masters[name].data)
+        places = changed[name]
+        if places is None:
+            places = where(state[name].data != masters[name].data)
         with np.errstate(all="ignore"):
-            value = _floats(masters[name])[where] - _floats(state[name])[where]
+            value = floats(masters[name])[places] - floats(state[name])[places]
             norm = float(np.linalg.norm(value.astype(np.float64)))
         if not np.isfinite(value).all() or not math.isfinite(norm):
             raise ContributionError(f"numbers of {name} are not finite")
-        positions[name], values[name] = where, value
+        positions[name], values[name] = places, value
         squares.append(norm * norm)
     return SparseChange(positions, values, math.sqrt(math.fsum(squares)))
 
@@ -253,9 +253,9 @@ def _cosines(
     names = {name for node in weights for name in changes[node].positions}
     for name in sorted(names):
         size = 1 + max(
-            int(where[-1])
+            int(places[-1])
             for node in weights
-            if (where := changes[node].positions.get(name)) is not None and where.size
+            if (places := changes[node].positions.get(name)) is not None and places.size
         )
         together = np.zeros(size)
         for node, weight in weights.items():
@@ -308,7 +308,7 @@ def _merge(
 ) -> tuple[Tensor, Tensor]:
     lr, decay = np.float32(rule.outer_lr), np.float32(rule.outer_momentum)
     size = masters.data.size
-    new_masters, new_momentum = _floats(masters).copy(), _floats(momentum).copy()
+    new_masters, new_momentum = floats(masters).copy(), floats(momentum).copy()
     present = [
         (change.positions[name], change.values[name], np.float64(weight))
         for change, weight in parts
@@ -336,16 +336,6 @@ def _tensor(like: Tensor, values: Floats) -> Tensor:
     """Return `like` itself where the bits are the same: it is not hashed again then."""
     bits = values.view("<u4")
     return like if np.array_equal(bits, like.data) else Tensor("F32", like.shape, bits)
-
-
-def _floats(tensor: Tensor) -> Floats:
-    return tensor.data.view(np.float32)
-
-
-def _bf16(values: Floats) -> NDArray[Any]:
-    """Round to bf16, ties to even, as torch does; the bits of finite numbers."""
-    bits = values.view(np.uint32)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 def _named(prefix: str, state: State) -> dict[str, Tensor]:

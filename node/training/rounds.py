@@ -13,13 +13,15 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
+from ...protocol.manifests import Artifact
 from ..config.training import ComputeConfig, LossConfig, TrainingConfig
 from ..errors import EngineError, StorageError
-from ..storage.chunk_store import Disk
+from ..storage.chunk_store import Disk, Store, read_chunk
+from ..weights.artifacts import store_artifact
 from ..weights.checkpoint import read_checkpoint, write_checkpoint
-from ..weights.state import State, Tensor
+from ..weights.state import State, Tensor, floats
 from .backend import RUINED, SKIPPED, Sample, SampleTerms, TrainBackend, TrainBatch
-from .outer import Floats, Gated, OuterState, gate
+from .outer import Floats, Gated, OuterState, SparseChange, decode, encode, gate
 
 FILE = "masters.safetensors"
 OUTER, RESIDUAL = "outer.safetensors", "residual.safetensors"
@@ -51,9 +53,7 @@ class LearnerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"the run's training config is of another release: {error}"
             ) from error
         own_losses = [LossConfig.model_validate_json(terms.loss) for terms in self.own.values()]
-        if any(
-            loss.type == "custom" or loss.loads_reference for loss in (config.loss, *own_losses)
-        ):
+        if not all(loss.is_plain for loss in (config.loss, *own_losses)):
             raise EngineError(
                 "this run's loss is code of its trainer's, or reads a reference model: no learner does"
             )
@@ -96,6 +96,22 @@ def encode_samples(batches: Batches) -> bytes:
 def decode_samples(data: bytes) -> Batches:
     """Decode samples. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=Batches)
+
+
+def store_change(store: Store, outer: OuterState, gated: Gated, keep: set[bytes]) -> Artifact:
+    """Store what a node sends of its change since `outer`, and keep it. Raises StorageError."""
+    return store_artifact(
+        store,
+        encode(outer.masters, gated),
+        base_version=outer.version,
+        base_state=outer.digest,
+        keep=keep,
+    )
+
+
+def read_change(store: Store, outer: OuterState, artifact: Artifact) -> SparseChange:
+    """Decode a contribution whose chunks are here. Raises ContributionError, StorageError."""
+    return decode(outer, (read_chunk(store, chunk.digest) for chunk in artifact.chunks))
 
 
 class InnerLoop:
@@ -180,4 +196,4 @@ def read_residual(path: Path) -> Mapping[str, Floats]:
     state = read_checkpoint(path)
     if any(tensor.dtype != "F32" for tensor in state.values()):
         raise StorageError(f"{path} is no residual: resume from an earlier checkpoint")
-    return {name: tensor.data.view(np.float32) for name, tensor in state.items()}
+    return {name: floats(tensor) for name, tensor in state.items()}

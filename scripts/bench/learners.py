@@ -25,7 +25,7 @@ from typing import Any
 
 from primerl.crypto.keys import KEY_FILE, SecretKey
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
-from primerl.scripts.bench.succession import PROGRAM, end, steps_of, until
+from primerl.scripts.bench.succession import start, steps_of, until
 
 GROUPS, STEPS = 16, 160
 """Groups of an optimizer step, and steps of the demo."""
@@ -198,18 +198,8 @@ class Trial:
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         logs = Path(os.environ.get("LOGS", self._directory))
-        path = logs / f"{arguments[0]}-{time.monotonic_ns()}.log"
-        with path.open("wb") as log:
-            process = subprocess.Popen(
-                [*PROGRAM, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if "learner" in arguments else {}),
-            )
-        self._cleanup.callback(end, process)
-        return process
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if "learner" in arguments else {}
+        return start(arguments, logs, self._cleanup, **hidden)
 
 
 def masters_bytes(run_dir: Path) -> int:

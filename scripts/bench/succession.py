@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -145,17 +145,24 @@ class Trial:
         return bool(asked(self._run / "trainer", "leaders", sealed=sealed))
 
     def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
-        log = (self._directory / f"{arguments[0]}-{time.monotonic_ns()}.log").open("wb")
+        return start(arguments, self._directory, self._cleanup)
+
+
+def start(
+    arguments: Sequence[str], logs: Path, cleanup: ExitStack, **environment: str
+) -> "subprocess.Popen[bytes]":
+    """Start the program with a log in `logs`, to be killed by `cleanup`."""
+    with (logs / f"{arguments[0]}-{time.monotonic_ns()}.log").open("wb") as log:
         process = subprocess.Popen(
             [*PROGRAM, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
+            env=os.environ | environment,
         )
-        log.close()
-        self._cleanup.callback(end, process)
-        return process
+    cleanup.callback(end, process)
+    return process
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
