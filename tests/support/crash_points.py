@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from support.swarm import CONFIG, RUN, Running, Swarm
 from support.witness import Event, Fakes, WitnessAuditor, WitnessBackend
 
 from primerl.crypto.hashing import derive, digest
+from primerl.node.app import trainer as trainer_app
 from primerl.node.app.factories import Factories, MakeLedger
 from primerl.node.config.run import EngineConfig, RunConfig
 from primerl.node.environments.environment import Score, Task
@@ -37,9 +39,10 @@ from primerl.node.inference.engine import GenerateRequest
 from primerl.node.storage.ledger import HonestRollout, Ledger
 from primerl.node.storage.rollouts import RolloutFiles
 from primerl.node.storage.run_files import holds_run
+from primerl.node.trainer.kept_rollouts import RolloutKeeper, TrainedStep
 from primerl.node.trainer.state import state_of
-from primerl.node.training.backend import StepMetrics, TrainBatch
-from primerl.node.training.buffer import BufferSnapshot
+from primerl.node.training.backend import Sample, StepMetrics, TrainBatch
+from primerl.node.training.buffer import BufferSnapshot, RolloutGroup
 from primerl.node.training.checkpoint import Checkpoints
 from primerl.node.verification.auditor import AuditItem, Auditor, Measured, Unreadable
 from primerl.node.weights.state import State
@@ -164,7 +167,7 @@ class NotedLedger(Ledger):
         if saved and (state := state_of(saved[0])):
             buffer = msgspec.msgpack.decode(saved[0]["buffer"], type=BufferSnapshot)
             self._journal.note(
-                "commit", version, state.verified_up_to, state.used, names_of(buffer)
+                "commit", version, state.verified_up_to, state.used, names_of(buffer.groups)
             )
         elif version:
             self._journal.note("fault", f"version {version} was announced before it was durable")
@@ -212,6 +215,33 @@ class NotedBackend(WitnessBackend):
         """See TrainBackend."""
         self._journal.note("trained", batch.step, [name(s.token_ids) for s in batch.samples])
         return await super().step(batch)
+
+
+class NotedKeeper(RolloutKeeper):
+    """Notes what each step leaves untrained: its file, which says so, is written later."""
+
+    def __init__(self, *arguments: Any, journal: Journal, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._journal = journal
+
+    def trained(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        samples: Sequence[Sample],
+        baselines: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    ) -> TrainedStep:
+        """See RolloutKeeper."""
+        closed = super().trained(step, groups, samples, baselines)
+        untrained = [*groups, *(group for group, _ in closed.lost.groups)]
+        rejected = [
+            name(unpack_u32(branch.tokens))
+            for rollout in closed.lost.rollouts
+            if rollout.record is not None
+            for branch in rollout.record.branches
+        ]
+        self._journal.note("sorted", step, [*names_of(untrained), *rejected])
+        return closed
 
 
 class UnevenAuditor(WitnessAuditor):
@@ -298,6 +328,7 @@ class NotedSwarm(Swarm):
 async def live(directory: Path, model: Path, journal: Journal, *, resume: bool) -> None:
     """Run trainer and workers to the last step: from the beginning, or on from what is on the disk."""
     steps = STEPS + MORE if resume else STEPS
+    trainer_app.RolloutKeeper = partial(NotedKeeper, journal=journal)  # type: ignore[assignment,misc]
     async with NotedSwarm(directory, model, journal, max_steps=steps) as swarm:
         goes_on = resume and holds_run(swarm.run_dir)
         await swarm.start_trainer(resume=goes_on)
@@ -450,7 +481,7 @@ def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], 
     if (logged := promises.steps_logged(run_dir)) != sorted(steps):
         faults.append(f"metrics.jsonl has steps {logged}")
     faults += unnamed(after, steps)
-    faults += lost_rollouts(run_dir, set(used), promised)
+    faults += lost_rollouts(run_dir, set(used), promised, after)
     return faults, again
 
 
@@ -476,21 +507,27 @@ def unnamed(noted: Promises, steps: Mapping[int, Sequence[str]]) -> list[str]:
     return faults
 
 
-def names_of(buffer: BufferSnapshot) -> list[str]:
-    """The names of the rollouts that wait in a buffer."""
+def names_of(groups: Sequence[RolloutGroup]) -> list[str]:
+    """The names of the rollouts of groups."""
     return [
         name(branch.token_ids)
-        for group in buffer.groups
+        for group in groups
         for rollout in group.rollouts
         for branch in rollout.branches
     ]
 
 
-def lost_rollouts(run_dir: Path, used: AbstractSet[str], promised: Promises) -> list[str]:
-    """Rollouts with a receipt that were not trained on, do not wait, and were not sorted out for a reason."""
+def lost_rollouts(
+    run_dir: Path, used: AbstractSet[str], promised: Promises, after: Promises
+) -> list[str]:
+    """Rollouts with a receipt that were not trained on, do not wait, and were not sorted out for a reason.
+
+    The reason is in the file of a step's rollouts. A crash may cost that file, which is written once its step
+    is durable: then it counts what the step left untrained as it was closed.
+    """
     checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1)
     buffer = msgspec.msgpack.decode(checkpoints.glance(STEPS + MORE, "buffer"), type=BufferSnapshot)
-    waiting = set(names_of(buffer))
+    waiting = set(names_of(buffer.groups))
     kept = RolloutFiles(run_dir / "rollouts")
     sorted_out = {
         name([*row.prompt_ids, *row.completion_ids])
@@ -498,6 +535,9 @@ def lost_rollouts(run_dir: Path, used: AbstractSet[str], promised: Promises) -> 
         for row in kept.read(step)
         if row.reason
     }
+    unkept = {
+        rollout for step, names in after["sorted"] if step not in kept.steps() for rollout in names
+    }
     received = {name for _, _, names in promised["receipt"] for name in names}
-    lost = received - used - waiting - sorted_out
+    lost = received - used - waiting - sorted_out - unkept
     return [f"rollout {name} had a receipt and is lost" for name in sorted(lost)]
