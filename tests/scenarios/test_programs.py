@@ -294,9 +294,12 @@ def check_demo(summary: dict[str, object], directory: Path) -> None:
     assert len(sources) == 2
     # Of the two workers one takes most of its chunks from the other, not from the trainer.
     assert any(sum(of.values()) > 2 * of.get("trainer", 0) > 0 for of in sources.values())
-    rejected = summary["rejected"]
+    rejected, accepted = summary["rejected"], summary["accepted"]
     assert isinstance(rejected, dict)
-    assert set(rejected) <= {"stale", "lease_expired"}, "honest work is refused only if it is late"
+    assert isinstance(accepted, int)
+    late = {"stale", "lease_expired", "withdrawn"}  # the last: its worker says that it is out of order
+    assert set(rejected) <= late, "honest work is refused only if it is late"
+    assert rejected.get("withdrawn", 0) <= accepted / 100
     staleness = summary["staleness_max"]
     assert isinstance(staleness, int)
     assert staleness <= 2
