@@ -57,6 +57,8 @@ VERSION_WAIT_S = 30.0
 IDLE_LOG_S = 60.0
 """A worker without a lease logs the trainer's reason at once, then after this many seconds, then after twice as
 many each time."""
+FULL_S = 10.0
+"""Seconds without new leases after finished work could not be kept: as on a full disk, it would be lost, too."""
 STALLED_S = 60.0
 STALLED = 4.0
 """Seconds, and factor of a lease's usual time, without a token or the end of a rollout, after which the leases
@@ -173,6 +175,8 @@ class InferenceRole:
         """Reason why the last request brought no leases; empty if it did, or asked for none."""
         self._rest_until = 0.0
         """Time before which no lease is requested, in monotonic seconds."""
+        self._unkept = ""
+        """Why the last finished work was not kept; empty once some is, or after a rest."""
         self._clock = GenerationClock()
 
     @property
@@ -188,7 +192,7 @@ class InferenceRole:
             return f"the engine: {fault}"
         if self._admission.inflight:
             return ""
-        reason = "" if self._active else self._obstacle
+        reason = "" if self._active else self._unkept or self._obstacle
         rest = self._rest_until - time.monotonic()
         if reason and rest > 0:
             reason = f"resting {rest:.0f} s: {reason}"
@@ -249,7 +253,9 @@ class InferenceRole:
                     self._give_up(why)
             if paused := self._services.paused():
                 self._catch_up = self._book.order()
-            waits = fault or paused or self._weights.order < self._catch_up
+            if time.monotonic() >= self._rest_until:
+                self._unkept = ""
+            waits = fault or paused or self._unkept or self._weights.order < self._catch_up
             wanted = 0 if waits else self._wanted()
             if not wanted and not self._has_news():
                 self._room.clear()
@@ -418,6 +424,8 @@ class InferenceRole:
             logger.error("%s: this node goes on with its other environments", error)
         except StorageError as error:
             logger.error("lease %d is lost: %s", lease.lease_id, error)
+            self._unkept = str(error)
+            self._rest_until = time.monotonic() + FULL_S
 
     def _submission(self, sealed: bytes, played: LeaseResult) -> Submission:
         return Submission(

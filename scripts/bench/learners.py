@@ -34,7 +34,7 @@ LEARNERS = 2
 LAG = 1
 """Versions that a rollout may be behind, besides the inner steps of its own."""
 BAND = 1.96
-MOST_S = 900.0
+MOST_S = 1500.0
 
 
 def main() -> int:
@@ -64,8 +64,8 @@ def parity(seeds: int, inner: Sequence[int]) -> tuple[list[dict[str, Any]], list
                 *(str(STEPS), "--checkpoint.interval", "1"),
             ]
             if h:
-                groups = GROUPS * h * LEARNERS
-                arguments[5] = str(STEPS // (h * LEARNERS))
+                groups = GROUPS * h
+                arguments[5] = str(STEPS // h)
                 arguments += [
                     *("--rollouts.groups-per-batch", str(groups)),
                     *("--rollouts.max-off-policy-steps", str(staleness(h))),

@@ -12,8 +12,10 @@ from support.swarm import Swarm
 from support.waiting import until
 from support.witness import Fakes, WitnessEngine
 
+from primerl.node.app.trainer import Farewell
 from primerl.node.errors import EngineError, StorageError
 from primerl.node.storage.ledger import Ledger
+from primerl.node.worker import loop
 from primerl.node.worker.weight_sync import RETRY_S
 from primerl.protocol.errors import Reason
 
@@ -80,8 +82,9 @@ async def test_a_trainer_without_room_refuses_and_the_worker_delivers_later(
 
 
 async def test_a_worker_without_room_for_its_spool_loses_a_lease_and_works_on(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(loop, "FULL_S", 0.2)
     disk = Filling("spool")
     rollouts = {"lease_timeout_s": 1.5}
     async with Swarm(tmp_path, model_dir, rollouts=rollouts) as swarm:
@@ -93,6 +96,29 @@ async def test_a_worker_without_room_for_its_spool_loses_a_lease_and_works_on(
         summary = await swarm.finished()
     assert summary["steps"] == 3
     assert summary["rejected"].keys() <= {"stale"}
+
+
+async def test_a_worker_that_cannot_keep_its_work_takes_no_more_leases_and_says_why(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "FULL_S", 1e6)
+    disk = Filling("spool")
+    async with Swarm(tmp_path, model_dir, rollouts={"lease_timeout_s": 1.5}) as swarm:
+        await swarm.start_trainer()
+        disk.full = True
+        worker = swarm.add_worker("w1", ledger=disk.ledger)
+        await until(lambda: disk.refused > 0)
+
+        async def resting() -> bool:
+            status = await worker.status()
+            return "full" in (status["waiting_for"] or "") and not status["leases"]
+
+        while not await resting():
+            await asyncio.sleep(0.05)
+        lost = disk.refused
+        swarm.add_worker("w2")
+        assert (await swarm.finished())["steps"] == 3
+    assert disk.refused == lost
 
 
 async def test_a_worker_without_room_for_the_model_says_so_and_ends(
@@ -202,7 +228,14 @@ async def test_a_worker_whose_real_disk_is_full_ends_with_the_reason(
 ) -> None:
     with small_disk(tmp_path / "w1", 4096) as disk:
         fakes, rollouts = Fakes(last_step=1), {"lease_timeout_s": 1.5}
-        async with Swarm(tmp_path, model_dir, fakes=fakes, max_steps=4, rollouts=rollouts) as swarm:
+        async with Swarm(
+            tmp_path,
+            model_dir,
+            fakes=fakes,
+            farewell=Farewell(finished_s=60.0),  # until the worker was told the end
+            max_steps=4,
+            rollouts=rollouts,
+        ) as swarm:
             await swarm.start_trainer()
             worker = swarm.add_worker("w1")
             await swarm.wait_step(1)
