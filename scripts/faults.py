@@ -2400,6 +2400,13 @@ FAULTS = (
         ("test_ruined_weights_are_neither_saved_nor_published_nor_exported",),
     ),
     Fault(
+        "a worker that cannot keep its work asks for more",
+        "node/worker/loop.py",
+        "waits = fault or paused or self._unkept or self._weights.order < self._catch_up",
+        "waits = fault or paused or self._weights.order < self._catch_up",
+        ("test_a_worker_that_cannot_keep_its_work_takes_no_more_leases_and_says_why",),
+    ),
+    Fault(
         "metrics hold numbers that JSON does not have",
         "node/ops/metrics.py",
         'self._file.write(to_json(line) + "\\n")',

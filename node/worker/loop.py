@@ -58,7 +58,7 @@ IDLE_LOG_S = 60.0
 """A worker without a lease logs the trainer's reason at once, then after this many seconds, then after twice as
 many each time."""
 FULL_S = 10.0
-"""Seconds without new leases after finished work could not be kept: as on a full disk, it would be lost, too."""
+"""Seconds without new leases after finished work could not be kept, as on a full disk: it would be lost."""
 STALLED_S = 60.0
 STALLED = 4.0
 """Seconds, and factor of a lease's usual time, without a token or the end of a rollout, after which the leases

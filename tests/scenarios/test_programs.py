@@ -297,7 +297,11 @@ def check_demo(summary: dict[str, object], directory: Path) -> None:
     rejected, accepted = summary["rejected"], summary["accepted"]
     assert isinstance(rejected, dict)
     assert isinstance(accepted, int)
-    late = {"stale", "lease_expired", "withdrawn"}  # the last: its worker says that it is out of order
+    late = {
+        "stale",
+        "lease_expired",
+        "withdrawn",
+    }  # the last: its worker says that it is out of order
     assert set(rejected) <= late, "honest work is refused only if it is late"
     assert rejected.get("withdrawn", 0) <= accepted / 100
     staleness = summary["staleness_max"]
