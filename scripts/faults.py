@@ -2120,8 +2120,8 @@ FAULTS = (
     Fault(
         "a paused worker asks for leases",
         "node/worker/loop.py",
-        "waits = fault or paused or self._weights.order < self._catch_up",
-        "waits = fault or self._weights.order < self._catch_up",
+        "waits = fault or paused or self._unkept or self._weights.order < self._catch_up",
+        "waits = fault or self._unkept or self._weights.order < self._catch_up",
         (
             "test_a_paused_worker_finishes_what_it_holds_keeps_its_place_and_goes_on_when_it_is_resumed",
         ),

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from msgspec import UNSET, UnsetType, structs
 
@@ -19,7 +19,6 @@ from ...crypto.hashing import NO_DIGEST, digest, short
 from ...protocol.envelope import Purpose
 from ...protocol.manifests import (
     Artifact,
-    ChunkRef,
     OuterStep,
     PolicyHead,
     PolicyManifest,
@@ -32,10 +31,11 @@ from ..errors import StorageError
 from ..p2p.services import NodeServices
 from ..storage.chunk_store import read_chunk
 from ..training.backend import Snapshot
+from ..weights.artifacts import store_artifact
 from ..weights.chain import VersionChain
-from ..weights.codec import CODEC, encode_full
+from ..weights.codec import encode_full
 from ..weights.encoders import Encoders
-from ..weights.payload import LARGEST_CHUNK, Offsets, cut, layout_of, ordered
+from ..weights.payload import LARGEST_CHUNK, layout_of
 from ..weights.replica import EMPTY, Policy, WeightReplica, prove, tensor_table
 from ..weights.state import Changed, State, WeightsError
 from ..weights.state_history import StateHistory, state_bytes
@@ -45,8 +45,6 @@ T = TypeVar("T")
 
 MAX_THREADS = 16
 """More threads encode no faster: they wait for the one that cuts chunks."""
-STORED_AT_ONCE = 8
-"""Chunks that are written side by side: each waits for the disk several times, which takes most of the time."""
 
 
 @dataclass(frozen=True)
@@ -296,9 +294,7 @@ class Publisher:
         previous = self._policy
         if previous.version == version - 1 and previous.version >= 0:
             payload = self._encoders.encode_delta(previous.state, state, changed)
-            artifacts.append(
-                self._artifact("delta", state, payload, previous.version, previous.digest)
-            )
+            artifacts.append(self._artifact(state, payload, previous.version, previous.digest))
             self.last_delta_bytes = artifacts[0].size
             self.delta_bytes += artifacts[0].size
             self.full_bytes += state_bytes(state)
@@ -318,36 +314,22 @@ class Publisher:
 
     def _encode_snapshot(self, state: State) -> Artifact:
         payload = encode_full(state, threads=_threads())
-        return self._artifact(
-            "anchor", state, itertools.takewhile(self._is_open, payload), -1, NO_DIGEST
-        )
+        return self._artifact(state, itertools.takewhile(self._is_open, payload), -1, NO_DIGEST)
 
     def _is_open(self, _piece: bytes) -> bool:
         return not self._closed.is_set()
 
     def _artifact(
-        self,
-        kind: Literal["anchor", "delta"],
-        state: State,
-        payload: Iterator[bytes],
-        base_version: int,
-        base_state: bytes,
+        self, state: State, payload: Iterator[bytes], base_version: int, base_state: bytes
     ) -> Artifact:
-        offsets = Offsets(layout_of(state))
-        pieces = cut(offsets.watch(payload), self._limits.chunk_bytes)
-        chunks = tuple(ordered(self._keep, ((piece,) for piece in pieces), STORED_AT_ONCE))
-        return Artifact(
-            kind=kind,
+        return store_artifact(
+            self._store,
+            payload,
             base_version=base_version,
             base_state=base_state,
-            codec=CODEC,
-            size=sum(chunk.size for chunk in chunks),
-            chunks=chunks,
-            offsets=offsets.found,
+            layout=layout_of(state),
+            largest=self._limits.chunk_bytes,
         )
-
-    def _keep(self, piece: bytes) -> ChunkRef:
-        return ChunkRef(self._store.put(piece), len(piece))
 
     def _sign(self, policy: Policy, document: bytes) -> tuple[bytes, PolicyHead]:
         before = self._book.trusted.heads.get((self._epoch, policy.version - 1))
