@@ -1,13 +1,16 @@
-"""Benchmark learners: one trainer against a trainer with a learner, at equal tokens.
+"""Benchmark learners: one trainer against a trainer with learners, at equal tokens.
 
     .venv/bin/python scripts/bench/learners.py [--quick] [--seeds N] [--json FILE]
+    .venv/bin/python scripts/bench/learners.py --hostile [--quick] [--json FILE]
     .venv/bin/python scripts/bench/learners.py --bound [--versions N] [--json FILE]
 
-Without --bound each run is the demo in processes of its own over iroh, on this machine, to its end: held-out
-reward of one trainer, and of two learners (the trainer and one more) with H = 4 and H = 8 inner steps, each
-with the same rollouts in all. --quick does one seed, and H = 4 alone. With --bound training is what a run waits
-for: a larger model, and demonstrations that are nine tenths of its tokens; each learner has one thread. Judged
-are trained tokens a second.
+Without --bound each run is the demo in processes of its own over iroh, on this machine, to its end. First:
+held-out reward of one trainer, and of two learners (the trainer and one more) with H = 4 and H = 8 inner steps.
+All make the same number of optimizer steps on as many rollouts: learners share the batch of each. --quick does
+one seed, and H = 4 alone. With --hostile one of four learners cheats, in each way of hostile_learner.py, and the
+reward is compared with that of four honest ones; --quick tries one way. With --bound training is what a run
+waits for: a larger model, and demonstrations that are nine tenths of its tokens; each learner has one thread.
+Judged are trained tokens a second.
 """
 
 import json
@@ -24,17 +27,21 @@ from pathlib import Path
 from typing import Any
 
 from primerl.crypto.keys import KEY_FILE, SecretKey
+from primerl.scripts.bench.hostile_learner import CHEATS
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
-from primerl.scripts.bench.succession import start, steps_of, until
+from primerl.scripts.bench.succession import PROGRAM, start, steps_of, until
 
+HOSTILE = (sys.executable, "-P", "-m", "primerl.scripts.bench.hostile_learner")
 GROUPS, STEPS = 16, 160
 """Groups of an optimizer step, and steps of the demo."""
-LEARNERS = 2
+LEARNERS, FOUR = 2, 4
 """The trainer among them."""
 LAG = 1
 """Versions that a rollout may be behind, besides the inner steps of its own."""
 BAND = 1.96
-MOST_S = 1500.0
+NOISE = 0.08
+"""1.96 standard deviations of the held-out reward of one trainer over three seeds."""
+MOST_S = 900.0
 
 
 def main() -> int:
@@ -45,9 +52,12 @@ def main() -> int:
         "--bound", action="store_true", help="where training is what a run waits for"
     )
     parser.add_argument("--versions", type=int, default=8, help="--bound: versions of each run")
+    parser.add_argument("--hostile", action="store_true", help="one of four learners cheats")
     options = parser.parse_args()
     if options.bound:
         rows, goals = bound(4, options.versions)
+    elif options.hostile:
+        rows, goals = hostile(4, [*CHEATS][: 1 if options.quick else None])
     else:
         seeds = 1 if options.quick else options.seeds
         rows, goals = parity(seeds, [4] if options.quick else [4, 8])
@@ -59,20 +69,7 @@ def parity(seeds: int, inner: Sequence[int]) -> tuple[list[dict[str, Any]], list
     rows: list[dict[str, Any]] = []
     for seed in range(seeds):
         for h in (0, *inner):
-            arguments = [
-                *("@", "configs/demo.toml", "--seed", str(seed), "--max-steps"),
-                *(str(STEPS), "--checkpoint.interval", "1"),
-            ]
-            if h:
-                groups = GROUPS * h
-                arguments[5] = str(STEPS // h)
-                arguments += [
-                    *("--rollouts.groups-per-batch", str(groups)),
-                    *("--rollouts.max-off-policy-steps", str(staleness(h))),
-                ]
-            with tempfile.TemporaryDirectory() as directory, ExitStack() as cleanup:
-                trial = Trial(Path(directory), cleanup, h, learners=LEARNERS if h else 1)
-                row = {"seed": seed, "inner steps": h, **trial.run(arguments)}
+            row = {"seed": seed, "inner steps": h, **demo(seed, h, LEARNERS if h else 1)}
             rows.append(row)
             print(row, flush=True)
     alone = [row["reward after"] for row in rows if not row["inner steps"]]
@@ -87,6 +84,38 @@ def parity(seeds: int, inner: Sequence[int]) -> tuple[list[dict[str, Any]], list
         for h in inner
     ]
     return rows, goals
+
+
+def hostile(inner: int, cheats: Sequence[str]) -> tuple[list[dict[str, Any]], list[Goal]]:
+    """Compare held-out rewards of four learners, one of which cheats."""
+    rows: list[dict[str, Any]] = []
+    for cheat in ("", *cheats):
+        row = {"the fourth": cheat or "honest", **demo(0, inner, FOUR, cheat)}
+        rows.append(row)
+        print(row, flush=True)
+    alone, *others = (row["reward after"] for row in rows)
+    return rows, [
+        at_least(
+            f"reward with {cheat} (goal: of four honest ones, less the noise)",
+            reward,
+            alone - NOISE,
+        )
+        for cheat, reward in zip(cheats, others, strict=True)
+    ]
+
+
+def demo(seed: int, inner: int, learners: int, cheat: str = "") -> dict[str, Any]:
+    """Run the demo with as many learners, the trainer among them; `inner` is 0 without any."""
+    steps = max(1, inner)
+    arguments = [
+        *("@", "configs/demo.toml", "--seed", str(seed), "--max-steps", str(STEPS // steps)),
+        *("--checkpoint.interval", "1", "--rollouts.groups-per-batch", str(GROUPS * steps)),
+    ]
+    if inner:
+        arguments += ["--rollouts.max-off-policy-steps", str(staleness(inner))]
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as cleanup:
+        trial = Trial(Path(directory), cleanup, inner, learners=learners, cheat=cheat)
+        return trial.run(arguments)
 
 
 def bound(inner: int, versions: int) -> tuple[list[dict[str, Any]], list[Goal]]:
@@ -134,11 +163,14 @@ class Trial:
         inner: int,
         *,
         learners: int,
+        cheat: str = "",
     ) -> None:
+        """The last of the learners cheats, if it is said how."""
         self._directory = directory
         self._cleanup = cleanup
         self._inner = inner
         self._others = learners - 1
+        self._cheat = cheat
         self._run = directory / "t" / "run"
 
     def run(self, arguments: Sequence[str]) -> dict[str, Any]:
@@ -165,7 +197,10 @@ class Trial:
             key.save(learning[-1] / KEY_FILE, None)
             threads = ("--training.threads", "1")
             device = ("--training.device", "cpu", "--training.backend", "local")
-            self._start(*join, str(learning[-1]), "--role", "learner", *device, *threads)
+            cheat = self._cheat if number == self._others - 1 else ""
+            self._start(
+                *(*join, str(learning[-1]), "--role", "learner", *device, *threads), cheat=cheat
+            )
         while trainer.poll() is None and time.monotonic() - began < MOST_S:
             time.sleep(0.5)
         took = time.monotonic() - began
@@ -196,10 +231,11 @@ class Trial:
             figures["reward after"] = json.loads(summary.read_text())["reward_after"]
         return figures
 
-    def _start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+    def _start(self, *arguments: str, cheat: str = "") -> "subprocess.Popen[bytes]":
         logs = Path(os.environ.get("LOGS", self._directory))
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if "learner" in arguments else {}
-        return start(arguments, logs, self._cleanup, **hidden)
+        program = (*HOSTILE, cheat) if cheat else PROGRAM
+        return start(arguments, logs, self._cleanup, program, **hidden)
 
 
 def masters_bytes(run_dir: Path) -> int:

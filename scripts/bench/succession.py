@@ -149,12 +149,16 @@ class Trial:
 
 
 def start(
-    arguments: Sequence[str], logs: Path, cleanup: ExitStack, **environment: str
+    arguments: Sequence[str],
+    logs: Path,
+    cleanup: ExitStack,
+    program: Sequence[str] = PROGRAM,
+    **environment: str,
 ) -> "subprocess.Popen[bytes]":
     """Start the program with a log in `logs`, to be killed by `cleanup`."""
     with (logs / f"{arguments[0]}-{time.monotonic_ns()}.log").open("wb") as log:
         process = subprocess.Popen(
-            [*PROGRAM, *arguments],
+            [*program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
