@@ -7,8 +7,8 @@
 Without --bound each run is the demo in processes of its own over iroh, on this machine, to its end. First:
 held-out reward of one trainer, and of two learners (the trainer and one more) with H = 4 and H = 8 inner steps.
 All make the same number of optimizer steps on as many rollouts: learners share the batch of each. --quick does
-one seed, and H = 4 alone. With --hostile one of four learners cheats, in each way of hostile_learner.py, and the
-reward is compared with that of four honest ones; --quick tries one way. With --bound training is what a run
+one seed, and H = 4 alone. With --hostile one of four learners cheats, in each way of hostile_learner.py, and
+the reward is compared with that of four honest ones; --quick tries one way. With --bound training is what a run
 waits for: a larger model, and demonstrations that are nine tenths of its tokens; each learner has one thread.
 Judged are trained tokens a second.
 """
