@@ -10,7 +10,8 @@ All make the same number of optimizer steps on as many rollouts: learners share 
 one seed, and H = 4 alone. With --hostile one of four learners cheats, in each way of hostile_learner.py, and
 the reward is compared with that of four honest ones; --quick tries one way. With --bound training is what a run
 waits for: a larger model, and demonstrations that are nine tenths of its tokens; each learner has one thread.
-Judged are trained tokens a second.
+Judged are trained tokens a second, on loopback and with each node behind a line of 100 Mbit/s and 50 ms (which
+needs root, iproute2 and /dev/net/tun).
 """
 
 import json
@@ -23,13 +24,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from primerl.crypto.keys import KEY_FILE, SecretKey
+from primerl.scripts.bench.emulated_links import EmulatedStar, emulated_star
 from primerl.scripts.bench.hostile_learner import CHEATS
 from primerl.scripts.bench.report import Goal, at_least, conclude, make_parser
 from primerl.scripts.bench.succession import PROGRAM, start, steps_of, until
+from primerl.scripts.bench.swarm_links import Link
 
 HOSTILE = (sys.executable, "-P", "-m", "primerl.scripts.bench.hostile_learner")
 GROUPS, STEPS = 16, 160
@@ -41,6 +45,7 @@ LAG = 1
 BAND = 1.96
 NOISE = 0.08
 """1.96 standard deviations of the held-out reward of one trainer over three seeds."""
+LINE = Link(up=100.0, down=100.0, delay_ms=25.0)
 MOST_S = 900.0
 
 
@@ -119,26 +124,34 @@ def demo(seed: int, inner: int, learners: int, cheat: str = "") -> dict[str, Any
 
 
 def bound(inner: int, versions: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Compare trained tokens a second where training is what a run waits for."""
+    """Compare trained tokens a second where training is what a run waits for, on loopback and over lines."""
     rows: list[dict[str, Any]] = []
-    for count in (1, LEARNERS):
+    for nodes, link in ((1, None), (LEARNERS, None), (LEARNERS, LINE)):
         with tempfile.TemporaryDirectory() as directory, ExitStack() as cleanup:
             demonstrations = Path(directory) / "rows.jsonl"
             demonstrations.write_text("".join(reversed_words()))
             arguments = [
                 *("@", "configs/demo.toml", "--max-steps", str(versions)),
-                *("--model.create.hidden-size", "256", "--model.create.num-hidden-layers", "6"),
+                *("--model.create.hidden-size", "512", "--model.create.num-hidden-layers", "8"),
                 *("--training.sft.files", json.dumps([str(demonstrations)])),
-                *("--training.sft.share", "0.9", "--training.lr", "1e-5"),
-                *("--rollouts.max-off-policy-steps", str(staleness(inner if count > 1 else 1))),
+                *("--training.sft.share", "0.9", "--training.lr", "1e-5", "--warmup.target", "0"),
+                *("--rollouts.max-off-policy-steps", str(staleness(inner if nodes > 1 else 1))),
                 *("--checkpoint.interval", "1", "--evaluation.prompts", "0"),
             ]
-            trial = Trial(Path(directory), cleanup, inner if count > 1 else 0, learners=count)
-            row = {"learners": count, **trial.run(arguments)}
+            trial = Trial(Path(directory), cleanup, inner if nodes > 1 else 0, learners=nodes)
+            row: dict[str, Any] = {"learners": nodes, "line": "none"}
+            if link is not None:
+                row["line"] = f"{link.up:g} Mbit/s, {2 * link.delay_ms:g} ms each way"
+                trial.network = cleanup.enter_context(emulated_star([link] * (nodes + 1)))
+                arguments += ["--network.host", "0.0.0.0"]
+            row |= trial.run(arguments)
         rows.append(row)
         print(row, flush=True)
-    alone, both = (row["s a version"] for row in rows)  # of equal batches
-    return rows, [at_least("trained tokens/s of two learners, times one's", alone / both, 1.8)]
+    alone, both, far = (row["s a version"] for row in rows)  # of equal batches
+    return rows, [
+        at_least("trained tokens/s of two learners, times one's", alone / both, 1.8),
+        at_least("the same over lines", alone / far, 1.8),
+    ]
 
 
 def staleness(inner: int) -> int:
@@ -172,6 +185,9 @@ class Trial:
         self._others = learners - 1
         self._cheat = cheat
         self._run = directory / "t" / "run"
+        self.network: EmulatedStar | None = None
+        """Where each node has a line of its own; None: all are on loopback."""
+        self._nodes = count()
 
     def run(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Train to the end; return the figures."""
@@ -235,6 +251,8 @@ class Trial:
         logs = Path(os.environ.get("LOGS", self._directory))
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if "learner" in arguments else {}
         program = (*HOSTILE, cheat) if cheat else PROGRAM
+        if self.network is not None:
+            program = (*self.network.inside(next(self._nodes)), *program)
         return start(arguments, logs, self._cleanup, program, **hidden)
 
 
