@@ -134,7 +134,8 @@ def bound(inner: int, versions: int) -> tuple[list[dict[str, Any]], list[Goal]]:
                 *("@", "configs/demo.toml", "--max-steps", str(versions)),
                 *("--model.create.hidden-size", "512", "--model.create.num-hidden-layers", "8"),
                 *("--training.sft.files", json.dumps([str(demonstrations)])),
-                *("--training.sft.share", "0.9", "--training.lr", "1e-5", "--warmup.target", "0"),
+                *("--training.sft.share", "0.9", "--training.lr", "1e-5"),
+                *("--warmup.max-steps", "60", "--warmup.eval-interval", "30"),
                 *("--rollouts.max-off-policy-steps", str(staleness(inner if nodes > 1 else 1))),
                 *("--checkpoint.interval", "1", "--evaluation.prompts", "0"),
             ]
