@@ -2103,6 +2103,20 @@ FAULTS = (
         ("test_a_viewer_that_does_not_read_is_dropped_and_keeps_nobody_waiting",),
     ),
     Fault(
+        "a connection that asks nothing is kept",
+        "node/ops/http.py",
+        "            self._end(transport)\n\n    def _end",
+        "            return\n\n    def _end",
+        ("test_a_connection_that_makes_no_whole_request_ends",),
+    ),
+    Fault(
+        "a flood of connections takes the places of all",
+        "node/ops/http.py",
+        "self._end(max(self._idle, key=lambda each: counts[self._addresses[each]]))",
+        "self._end(transport)",
+        ("test_who_opens_all_connections_and_says_nothing_keeps_nobody_else_out",),
+    ),
+    Fault(
         "curves grow with the run",
         "node/ops/metrics.py",
         "elif len(self._points) > MAX_POINTS:",

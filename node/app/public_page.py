@@ -19,7 +19,7 @@ from ..ops.dashboard import Dashboard, DashboardLimits, Query
 from ..ops.figures import Curves, PublicFigures
 from .page_queries import EvaluationLine
 
-LIMITS = DashboardLimits(viewers=256)
+LIMITS = DashboardLimits(viewers=256, connections=512)
 EVALUATIONS_S = 30.0
 """Between two questions for evaluations, which are read from a file."""
 AGAIN_S = 3.0

@@ -5,7 +5,8 @@
 - Served to the world (node/app/public_page.py) it has no token, no /metrics, and PublicFigures alone.
 - Strings of peers are sent as JSON; page.js shows them as text. The content security policy runs no other code.
 - While nobody looks it costs a socket: aiohttp is loaded by the first connection, and figures are made for
-  viewers, one set for all of them. Viewers are bounded; one that does not read is dropped.
+  viewers, one set for all of them. Connections and viewers are bounded, in number and in the time for which one
+  asks nothing or does not read; where all places are taken, the address that has most of them loses one.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import math
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ from ..errors import BusyError, NodeError
 from ..process.unix_sockets import ACCEPTS_AT_ONCE, BACKLOG
 from ..tasks import end_tasks
 from .figures import Curves, NodeFigures, PublicFigures
-from .http import hide_libraries, is_local
+from .http import Connections, hide_libraries, is_local, network_of
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 SHUTDOWN_S = 1.0
 MAX_BODY = 1024
+SEND_BUFFER = 2**16
+"""Bytes of a connection that the kernel may keep while they are not read; Linux takes twice as many."""
 FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -74,6 +78,10 @@ class DashboardLimits:
     """Time for a viewer to read what was sent."""
     answer_s: float = 10.0
     """Time for the answer to a question."""
+    connections: int = 128
+    """More than viewers: each of them has one, too."""
+    idle_s: float = 20.0
+    """Time for a whole request, from its connection's start or the answer to the one before."""
 
 
 Query = Callable[..., Awaitable[Any]]
@@ -113,19 +121,27 @@ class Dashboard:
         self._socket: socket.socket | None = None
         self._starting: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
         self._token = secrets.token_urlsafe(24)
         self._making = asyncio.Lock()
         self._made = -math.inf
         self._pause_s = limits.every_s
         self._figures = self._curves = b""
         """Events with the newest of both."""
-        self._viewers: set[asyncio.Task[Any]] = set()
+        self._viewers: dict[asyncio.Task[Any], str] = {}
+        """The address of each, the oldest first."""
+        self._connections = Connections(limits.connections, limits.idle_s)
 
     @property
     def url(self) -> str:
         """Address of the page; empty while there is none."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._socket.getsockname()[1]}/" if self._socket else ""
+
+    @property
+    def connections(self) -> int:
+        """Number of open connections."""
+        return len(self._connections)
 
     @property
     def link(self) -> str:
@@ -144,6 +160,9 @@ class Dashboard:
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER
+            )  # of each connection
             self._socket.bind((self._host, self._port))
             self._socket.listen(BACKLOG)
             self._socket.setblocking(False)
@@ -173,7 +192,12 @@ class Dashboard:
             shutdown_timeout=SHUTDOWN_S,
         )
         await self._runner.setup()
-        await web.SockSite(self._runner, listening, backlog=ACCEPTS_AT_ONCE).start()
+        server, bounded = self._runner.server, self._connections.bounded
+        assert server is not None  # it is set up
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: bounded(server()), sock=listening, backlog=ACCEPTS_AT_ONCE
+        )
         listening.listen(BACKLOG)
 
     async def close(self) -> None:
@@ -184,6 +208,8 @@ class Dashboard:
             asyncio.get_running_loop().remove_reader(self._socket)
         else:
             await end_tasks(self._starting)
+        if self._server is not None:
+            self._server.close()
         for viewer in list(self._viewers):
             viewer.cancel()
         if self._runner is not None:
@@ -198,7 +224,8 @@ class Dashboard:
 
         @web.middleware
         async def guard(request: "web.Request", handler: "Handler") -> "web.StreamResponse":
-            return await self._guarded(request, handler)
+            with self._connections.request(request.transport):
+                return await self._guarded(request, handler)
 
         app = web.Application(client_max_size=MAX_BODY, middlewares=[guard])
         app.on_response_prepare.append(hide_libraries)
@@ -290,13 +317,23 @@ class Dashboard:
         """Send figures and curves as events until the viewer leaves, or does not read."""
         from aiohttp import web
 
-        if len(self._viewers) >= self._limits.viewers:
-            raise web.HTTPServiceUnavailable(
-                text=f"{len(self._viewers)} viewers are here: close one"
-            )
-        viewer = asyncio.current_task()
+        viewer, transport = asyncio.current_task(), request.transport
         assert viewer is not None  # each connection has one
-        self._viewers.add(viewer)
+        if transport is None:
+            raise ConnectionError("the viewer has gone")
+        address = network_of(transport)
+        if len(self._viewers) >= self._limits.viewers:
+            counts = Counter(self._viewers.values())
+            oldest = max(self._viewers, key=lambda each: counts[self._viewers[each]])
+            if counts[self._viewers[oldest]] <= counts[address] + 1:
+                raise web.HTTPServiceUnavailable(
+                    text=f"{len(self._viewers)} viewers are here: close one"
+                )
+            del self._viewers[oldest]
+            oldest.cancel()
+        self._viewers[viewer] = address
+        # else much may wait to be sent before a viewer that does not read is noticed
+        transport.set_write_buffer_limits(high=0)
         try:
             await self._make()
             # else a web server before this one may keep events until it has many
@@ -315,11 +352,10 @@ class Dashboard:
                 except NodeError:
                     return response  # its viewer comes again, and is told why there is nothing
         except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
+            transport.abort()
             raise ConnectionError("a viewer does not read") from None
         finally:
-            self._viewers.discard(viewer)
+            self._viewers.pop(viewer, None)
 
     async def _make(self) -> None:
         """Make the events, unless another viewer's are new."""

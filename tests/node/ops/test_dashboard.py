@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -246,6 +247,131 @@ async def test_a_viewer_that_does_not_read_is_dropped_and_keeps_nobody_waiting(
                     while len((await browser.events(reply, 1))[0][1].get("peers", "x")) > 0:
                         pass
                     assert len(await browser.events(reply, 3)) == 3
+    await page.close()
+
+
+def _connect(page: Dashboard, said: bytes = b"", address: str = "127.0.0.1") -> socket.socket:
+    """Connect from an address of this machine, send some bytes, and read nothing."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.bind((address, 0))
+    client.connect(("127.0.0.1", int(page.url.rstrip("/").rpartition(":")[2])))
+    client.sendall(said)
+    client.setblocking(False)
+    return client
+
+
+async def _hung_up_on(client: socket.socket) -> None:
+    """Wait until the page has ended a connection, whatever it sent before."""
+    loop = asyncio.get_running_loop()
+    with suppress(ConnectionError):
+        async with asyncio.timeout(60):
+            while await loop.sock_recv(client, 1 << 16):
+                pass
+
+
+@pytest.mark.parametrize("public", ["", "127.0.0.1"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET / HT",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: ",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n1",
+    ],
+)
+async def test_a_connection_that_makes_no_whole_request_ends(
+    node: FakeNode, said: bytes, public: str
+) -> None:
+    page = Dashboard(node, 0, DashboardLimits(idle_s=0.3), public)
+    page.open()
+    with _connect(page, said) as silent, _connect(page, said) as slow:
+        await until(lambda: page.connections == 2)
+
+        async def drip() -> None:
+            while True:
+                await asyncio.get_running_loop().sock_sendall(slow, b"x")
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        await _hung_up_on(silent)
+        await _hung_up_on(slow)
+        await until(lambda: page.connections == 0)
+        dripping.cancel()
+        with suppress(asyncio.CancelledError, ConnectionError):
+            await dripping
+    await page.close()
+
+
+async def test_one_that_asks_for_more_than_it_reads_ends(node: FakeNode) -> None:
+    page = Dashboard(node, 0, DashboardLimits(idle_s=0.3))
+    page.open()
+    asked = b"GET /uplot.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 50
+    with _connect(page, asked):
+        await until(lambda: page.connections == 1)
+        await until(lambda: page.connections == 0)
+    await page.close()
+
+
+async def test_a_request_that_is_answered_for_long_is_no_idle_connection(node: FakeNode) -> None:
+    page = Dashboard(node, 0, DashboardLimits(every_s=0.01, share=1.0, idle_s=0.2))
+    page.open()
+    async with aiohttp.ClientSession(read_bufsize=1 << 24) as session:
+        browser = Browser(page, session)
+        with _connect(page) as silent:
+            async with browser.get("events") as reply:
+                await browser.events(reply, 2)
+                await _hung_up_on(silent)  # opened later, and its time is up
+                assert len(await browser.events(reply, 3)) == 3
+    await page.close()
+
+
+async def test_who_opens_all_connections_and_says_nothing_keeps_nobody_else_out(
+    node: FakeNode,
+) -> None:
+    page = Dashboard(node, 0, DashboardLimits(0.01, 1.0, connections=8, idle_s=600.0), "127.0.0.1")
+    page.open()
+    flood = [_connect(page) for _ in range(30)]
+    for client in flood[:22]:
+        await _hung_up_on(client)
+    assert page.connections == 8
+    neighbour = _connect(page, address="127.0.0.3")
+    connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+    async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 24) as session:
+        browser = Browser(page, session)
+        async with browser.get("events") as reply:
+            flood += [_connect(page) for _ in range(30)]
+            assert len(await browser.events(reply, 5)) == 5
+            assert await browser.status("") == 200
+    with pytest.raises(BlockingIOError):
+        neighbour.recv(1)  # it was not ended in the place of one of the flood
+    for client in (*flood, neighbour):
+        client.close()
+    await page.close()
+
+
+async def test_who_takes_the_places_of_all_viewers_loses_one_to_another_address(
+    node: FakeNode,
+) -> None:
+    page = Dashboard(node, 0, DashboardLimits(0.01, 1.0, viewers=3), "127.0.0.1")
+    page.open()
+    asked = b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    async with aiohttp.ClientSession(read_bufsize=1 << 24) as session:
+        browser = Browser(page, session)
+        replies = [await browser.get("events") for _ in range(3)]
+        with _connect(page, asked, "127.0.0.2") as other, _connect(page, asked, "127.0.0.3"):
+            assert (await asyncio.get_running_loop().sock_recv(other, 64)).startswith(
+                b"HTTP/1.1 200"
+            )
+            with suppress(aiohttp.ClientError):
+                async with asyncio.timeout(60):
+                    while await replies[0].content.readany():  # the oldest
+                        pass
+            assert len(await browser.events(replies[2], 3)) == 3
+            assert await browser.status("events") == 503  # it has as many as any other
+        for reply in replies:
+            reply.close()
     await page.close()
 
 
