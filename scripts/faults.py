@@ -2103,10 +2103,24 @@ FAULTS = (
         ("test_a_viewer_that_does_not_read_is_dropped_and_keeps_nobody_waiting",),
     ),
     Fault(
+        "garbage is looked for when it is a quarter of all libraries",
+        "node/process/heap.py",
+        "    gc.freeze()\n    gc.collect()",
+        "    gc.freeze()",
+        ("test_garbage_that_lived_for_a_while_is_found_however_much_is_frozen",),
+    ),
+    Fault(
+        "locks of dials are kept for ever",
+        "node/p2p/connections.py",
+        "self._locks = WeakValueDictionary[Key, asyncio.Lock]()",
+        "self._locks = dict[Key, asyncio.Lock]()",
+        ("test_a_node_that_is_not_there_any_more_leaves_nothing_but_a_bounded_pause",),
+    ),
+    Fault(
         "a connection that asks nothing is kept",
         "node/ops/http.py",
-        "            self._end(transport)\n\n    def _end",
-        "            return\n\n    def _end",
+        "if until > loop.time():",
+        "if until:",
         ("test_a_connection_that_makes_no_whole_request_ends",),
     ),
     Fault(

@@ -286,6 +286,7 @@ def _import_player() -> None:
             import_module(".playing", __package__)
     finally:
         gc.freeze()  # modules stay
+        gc.collect()  # of nothing: see process/heap.py
         gc.enable()
 
 

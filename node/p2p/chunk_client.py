@@ -199,6 +199,8 @@ class ChunkClient:
                 raise TooSlow("the chunk did not come in time") from error
         finally:
             self._busy[peer, lane] -= 1
+            if not self._busy[peer, lane]:
+                del self._busy[peer, lane]
             if stream is not None:
                 await stream.abort()
 

@@ -17,14 +17,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from ...crypto.hashing import short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.messages import Message
+from ...protocol.recent import RecentDict
 from ...protocol.version import ALPN_CONTROL
 from ..errors import StorageError
 from .limits import TokenBuckets, network_of
-from .peers import PeerTable, Tier
+from .peers import MAX_PEERS, PeerTable, Tier
 from .rpc import TooSlow, ask, refuse
 from .transport import Connection, ConnectionLost, Stream, Transport, TransportError, Unreachable
 
@@ -56,8 +58,9 @@ class ConnectionPool:
         self.may_dial = may_dial
         self._timeout = connect_timeout_s
         self._open: dict[Key, Connection] = {}
-        self._locks: dict[Key, asyncio.Lock] = {}
-        self._failures: dict[tuple[bytes, int], tuple[int, float]] = {}
+        self._locks = WeakValueDictionary[Key, asyncio.Lock]()
+        """Of dials that are under way or waited for."""
+        self._failures = RecentDict[tuple[bytes, int], tuple[int, float]](MAX_PEERS)
 
     async def get(
         self, peer: bytes, alpn: bytes, *, patience: float | None = None, lane: int = 0
@@ -67,7 +70,8 @@ class ConnectionPool:
         Raises Unreachable, at once while it backs off.
         """
         key = (peer, alpn, lane)
-        async with self._locks.setdefault(key, asyncio.Lock()):
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        async with lock:
             connection = self._open.get(key)
             if connection is not None and not connection.closed:
                 return connection

@@ -21,6 +21,7 @@ from ...crypto.hashing import digest, short
 from ...protocol.errors import Reason, RemoteProtocolError
 from ...protocol.manifests import ChunkRef
 from ...protocol.messages import MAX_WATCHED
+from ...protocol.recent import RecentCounter
 from ..errors import NetworkError, StorageError
 from ..storage.chunk_store import Store
 from .chunk_client import ChunkClient, ChunkSource, KeptInLine, PeerPaths
@@ -35,7 +36,7 @@ from .download_state import (
     DownloadState,
 )
 from .limits import Pacer
-from .peers import PeerScores, PeerTable
+from .peers import MAX_PEERS, PeerScores, PeerTable
 from .rpc import Refused
 from .serve import WATCHES_PER_PEER, ChunkArrivals
 from .transport import TransportError
@@ -738,9 +739,9 @@ class BlobFetcher:
         """`seeds` are asked before the origin; `paths` lead to peers that iroh does not reach."""
         self.place = 0
         """Number of workers before this one: they get a small artifact first and pass it on."""
-        self.fetched: Counter[bytes] = Counter()
+        self.fetched = RecentCounter[bytes](MAX_PEERS)
         """Good chunk bytes by source: node ids, and names of seeds."""
-        self.wasted: Counter[bytes] = Counter()
+        self.wasted = RecentCounter[bytes](MAX_PEERS)
         """Bytes that were wrong, or came a second time, by source."""
         self.chance = random.Random()
         self.pacer = pacer or Pacer()

@@ -334,17 +334,20 @@ STALL_MAX_S = 600.0
 
 
 class PeerScores:
-    """Lies, failures, delays and detours of sources, by node id or name of a seed."""
+    """Lies, failures, delays and detours of sources, by node id or name of a seed.
+
+    Anybody can make node ids and announce that they hold chunks: of each figure the newest MAX_PEERS are kept.
+    """
 
     def __init__(self) -> None:
         self._patience = RecentDict[bytes, float](MAX_PEERS)
         self._stalls = RecentDict[bytes, int](MAX_PEERS)
         self._passed_over = RecentDict[bytes, float](MAX_PEERS)
-        self._lies: dict[bytes, int] = {}
-        self._shunned: dict[bytes, float] = {}
-        self._detours: dict[bytes, float] = {}
-        self._resting: dict[bytes, float] = {}
-        self._silent: set[bytes] = set()
+        self._lies = RecentDict[bytes, int](MAX_PEERS)
+        self._shunned = RecentDict[bytes, float](MAX_PEERS)
+        self._detours = RecentDict[bytes, float](MAX_PEERS)
+        self._resting = RecentDict[bytes, float](MAX_PEERS)
+        self._silent = RecentDict[bytes, None](MAX_PEERS)
 
     def lied(self, source: bytes, now: float) -> None:
         """Note that a source sent wrong bytes, or claimed chunks that it does not have."""
@@ -423,11 +426,11 @@ class PeerScores:
 
     def silent(self, source: bytes) -> None:
         """Note that a source did not list its chunks in time: the next fetch does not wait for it."""
-        self._silent.add(source)
+        self._silent[source] = None
 
     def spoke(self, source: bytes) -> None:
         """Note that a source listed its chunks."""
-        self._silent.discard(source)
+        self._silent.pop(source, None)
 
     def awaited(self, source: bytes) -> bool:
         """Return whether a fetch should hear from it before it asks anybody else."""

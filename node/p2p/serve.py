@@ -25,7 +25,7 @@ from ...protocol.messages import (
     InLine,
     WatchChunks,
 )
-from ...protocol.recent import RecentDict
+from ...protocol.recent import RecentCounter, RecentDict
 from ..storage.chunk_store import Store
 from ..tasks import end_tasks
 from .connections import Handler, answer_stream
@@ -435,7 +435,7 @@ class BlobServer:
         self._slots = UploadSlots(pacer=pacer)
         self._copies = UploadCounts(random.Random())
         self._watches: Counter[bytes] = Counter()
-        self.served: Counter[bytes] = Counter()
+        self.served = RecentCounter[bytes](MAX_ACCOUNTS)
         """Chunk bytes by peer."""
         self.closed = False
         """Whether this node serves nothing for now, as its owner wants it."""

@@ -2,6 +2,9 @@
 
 A full collection walks all objects that can hold others, nearly all of them a node's libraries' (600,000). It
 stops the event loop for 0.3 to 0.9 s, every few seconds at 500 rollouts/s. It does not look at frozen ones.
+
+Python waits with the next full collection until new objects are a quarter of those that the last one left: 40,000
+in a worker, 140,000 in a trainer, 10 to 40 MB of garbage. A collection of what is not frozen ends that wait.
 """
 
 import asyncio
@@ -23,9 +26,10 @@ def trim_heap() -> None:
 
 
 def freeze_libraries() -> None:
-    """Collect garbage, and keep what is left out of later collections."""
+    """Collect garbage, keep what is left out of later collections, and let these begin at once."""
     gc.collect()
     gc.freeze()
+    gc.collect()
 
 
 async def freeze_after_start() -> None:

@@ -1,6 +1,6 @@
 """Bounded memory."""
 
-from primerl.protocol.recent import RecentDict
+from primerl.protocol.recent import RecentCounter, RecentDict
 
 
 def test_the_entry_that_was_set_longest_ago_is_forgotten() -> None:
@@ -20,3 +20,13 @@ def test_no_way_of_adding_goes_beyond_the_limit_and_reading_renews_nothing() -> 
     assert dict(known) == {"b": 2, "c": 3}
     known |= {"d": 4}
     assert dict(known) == {"c": 3, "d": 4}
+
+
+def test_of_counts_those_that_were_counted_last_are_kept() -> None:
+    counts = RecentCounter[str](2)
+    counts["a"] += 5
+    counts["b"] += 1
+    counts["a"] += 2
+    counts["c"] += 3
+    assert counts == {"a": 7, "c": 3}
+    assert (counts.total(), counts["b"], len(counts)) == (10, 0, 2)

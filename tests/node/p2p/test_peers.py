@@ -4,13 +4,16 @@ import time
 
 from support.memory_network import MemoryNetwork
 from support.protocol_cases import TRAINER
+from support.sizes import kept_by
 
 from primerl.crypto.keys import SecretKey
-from primerl.node.p2p.peers import DROPPED, MAX_PEERS, PeerTable
+from primerl.node.p2p.peers import DROPPED, MAX_PEERS, PeerScores, PeerTable
 from primerl.protocol.envelope import Purpose, seal
 from primerl.protocol.manifests import Holding, PeerRecord
 from primerl.protocol.version import ALPN_CONTROL
 
+SCORES = 8
+"""Figures that are kept of a source."""
 SOME, OTHER = b"s" * 32, b"o" * 32
 
 
@@ -25,6 +28,31 @@ def test_a_flood_of_nodes_that_nobody_saw_costs_neither_memory_nor_those_that_we
     assert MAX_PEERS - DROPPED <= len(nodes) <= MAX_PEERS
     assert {TRAINER.node_id, known, (MAX_PEERS + 499).to_bytes(32, "big")} <= nodes
     assert table.get(TRAINER.node_id).addresses == ("127.0.0.1:1",)
+
+
+def test_a_flood_of_sources_that_fail_in_every_way_costs_no_memory() -> None:
+    """Anybody can announce that nodes hold chunks which do not exist."""
+    scores = PeerScores()
+
+    def fail(source: bytes) -> None:
+        scores.lied(source, 0.0)
+        scores.path_failed(source, 0.0, detour=False)
+        scores.rest(source, 0.0)
+        scores.silent(source)
+        for _ in range(3):
+            scores.fetched(
+                source, 0.0, waited=9.0, delivered=False, doubted=True, idle=False, seconds=9.0
+            )
+
+    for number in range(MAX_PEERS):
+        fail(number.to_bytes(32, "big"))
+    assert kept_by(scores) == SCORES * MAX_PEERS
+    for number in range(MAX_PEERS, MAX_PEERS + 100):
+        fail(number.to_bytes(32, "big"))
+    assert kept_by(scores) == SCORES * MAX_PEERS
+    newest = (MAX_PEERS + 99).to_bytes(32, "big")
+    assert (scores.shunned(newest, 1.0), scores.resting(newest, 1.0)) == (True, True)
+    assert (scores.detoured(newest, 1.0), scores.awaited(newest)) == (True, False)
 
 
 def record_of(address: str, expires: float) -> tuple[PeerRecord, bytes]:

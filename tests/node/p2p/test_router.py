@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 from support import virtual_time
 from support.memory_network import MemoryConnection, MemoryNetwork
+from support.sizes import kept_by
 from support.waiting import until
 
 from primerl.crypto.hashing import short
@@ -16,11 +17,12 @@ from primerl.node.p2p import connections
 from primerl.node.p2p.peers import PeerTable, Tier
 from primerl.node.p2p.rpc import Refused, TooSlow, receive, send
 from primerl.node.p2p.rpc import ask as request
-from primerl.node.p2p.transport import Connection, ConnectionLost, Stream
+from primerl.node.p2p.transport import Connection, ConnectionLost, Stream, Unreachable
 from primerl.protocol.errors import Reason, RemoteProtocolError
 from primerl.protocol.messages import Accepted, Goodbye
 from primerl.protocol.version import ALPN_CONTROL
 
+GONE = 300
 SERVER, CLIENT = (SecretKey.from_seed(bytes([n]) * 32).node_id for n in (1, 2))
 
 
@@ -328,3 +330,26 @@ async def test_requests_that_the_gate_refused_leave_those_of_the_same_key_their_
         for one in (first, second, server):
             await one.close()
         await asyncio.wait_for(running, 60.0)
+
+
+async def test_a_node_that_is_not_there_any_more_leaves_nothing_but_a_bounded_pause() -> None:
+    """Anybody can announce nodes that do not exist, for others to dial."""
+    network = MemoryNetwork()
+    client = network.transport(CLIENT)
+    links = connections.ConnectionPool(client, PeerTable(), connect_timeout_s=2.0)
+    for number in range(GONE):
+        with pytest.raises(Unreachable):
+            await links.get(number.to_bytes(32, "big"), ALPN_CONTROL)
+    assert kept_by(links) == GONE  # one pause each, of which there are MAX_PEERS at most
+    await links.close()
+    await client.close()
+
+
+async def test_two_that_need_a_connection_at_once_share_one_dial() -> None:
+    async with served(answer) as (links, table):
+        first, second = await asyncio.gather(
+            links.get(SERVER, ALPN_CONTROL), links.get(SERVER, ALPN_CONTROL)
+        )
+        assert first is second
+        await until(lambda: len(table.get(CLIENT).connections) == 1)
+        assert kept_by(links) == 1
