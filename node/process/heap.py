@@ -3,8 +3,8 @@
 A full collection walks all objects that can hold others, nearly all of them a node's libraries' (600,000). It
 stops the event loop for 0.3 to 0.9 s, every few seconds at 500 rollouts/s. It does not look at frozen ones.
 
-Python waits with the next full collection until new objects are a quarter of those that the last one left: 40,000
-in a worker, 140,000 in a trainer, 10 to 40 MB of garbage. A collection of what is not frozen ends that wait.
+Python waits with the next full collection until new objects are a quarter of those that the last one left:
+up to 140,000. A collection of what is not frozen, next to nothing, ends that wait.
 """
 
 import asyncio

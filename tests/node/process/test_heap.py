@@ -10,7 +10,6 @@ import pytest
 
 from primerl.node.process.heap import freeze_libraries
 
-
 LIBRARIES, CYCLES, WINDOW = 600_000, 140_000, 2_000
 """Objects; the cycles are fewer than a quarter of the libraries."""
 
