@@ -80,7 +80,7 @@ A = TypeVar("A")
 PROGRAM = (sys.executable, "-P", "-m", f"{__package__}.host")
 HIDDEN = PRIVATE | {PARENT_VARIABLE}
 """Variables that a taskset's process never gets."""
-LOOKED_TASKS = 4096
+LOOKED_TASKS = 1024
 """Cached tasks, with their prompt tokens."""
 MOST_LOSSES = 5
 """Lost processes in a row, with no rollout finished or blamed between, before giving up."""

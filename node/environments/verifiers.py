@@ -47,7 +47,7 @@ from .stop_strings import StopStrings
 if TYPE_CHECKING:
     from .playing import PreparedTask, TasksetPlayer
 
-PREPARED_TASKS = 4096
+PREPARED_TASKS = 1024
 """Cached tasks, with their prompt tokens; a group's rollouts share one."""
 
 

@@ -1,6 +1,7 @@
 """Tasksets of the verifiers library, played in process."""
 
 import asyncio
+import gc
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,8 @@ from primerl.node.environments.environment import (
     ScoreMismatch,
 )
 from primerl.node.environments.policies import episode_judge
-from primerl.node.environments.verifiers import VerifiersEnvironment
+from primerl.node.environments.playing import PreparedTask
+from primerl.node.environments.verifiers import PREPARED_TASKS, VerifiersEnvironment
 from primerl.node.evaluation.evaluator import ALL, evaluated
 from primerl.node.inference.engine import Completion
 
@@ -231,6 +233,19 @@ async def test_the_opening_prompt_of_a_task_is_made_once_for_all_its_rollouts(
         assert await environment.score(task, episode.branches) == episode.score
         assert episode.branches[0].token_ids[: len(opening)] == opening
     assert len(made) == before
+
+
+async def test_what_is_kept_of_tasks_does_not_grow_with_those_that_were_played(start: Start) -> None:
+    environment = await start("reverse-text")
+    first = await environment.task(0)
+    opening = await environment.prompt(first)
+    for index in range(1, PREPARED_TASKS + 100):
+        await environment.task(index)
+    gc.collect()
+    prepared = sum(isinstance(each, PreparedTask) for each in gc.get_objects())
+    assert prepared <= PREPARED_TASKS == 1024
+    assert await environment.task(0) == first
+    assert await environment.prompt(first) == opening
 
 
 async def says_nothing(prompt: Sequence[int], turn: int) -> Completion:
