@@ -2117,6 +2117,13 @@ FAULTS = (
         ("test_a_node_that_is_not_there_any_more_leaves_nothing_but_a_bounded_pause",),
     ),
     Fault(
+        "processes that ran are not looked at again",
+        "node/environments/hosted.py",
+        "return bool(clocks) and all(cpu_clock(pid) == before for pid, before in clocks.items())",
+        "return bool(clocks)",
+        ("test_processes_that_do_not_run_are_not_looked_at_again",),
+    ),
+    Fault(
         "a connection that asks nothing is kept",
         "node/ops/http.py",
         "if until > loop.time():",

@@ -70,7 +70,7 @@ from .host import (
 )
 from .judge_model import JudgeModel, Judges
 from .policies import JudgeRefused, PlayFailed, RememberedPolicy
-from .sandbox import Sandbox, Scratch, Start, python_path
+from .sandbox import Sandbox, Scratch, Start, cpu_clock, python_path
 from .stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,8 @@ class EnvironmentChild(ChildProcess):
         self._asking: defaultdict[int, set[asyncio.Task[None]]] = defaultdict(set)
         """Open questions to the judge, by the number of the request whose code asks."""
         self._guarding: asyncio.Task[None] | None = None
+        self._clocks: dict[int, float] = {}
+        """CPU seconds of its processes before their limits were looked at last."""
         self._ran = deque[bool](maxlen=LOOKS)
         """Whether a request's code ran, in the latest checks."""
         self.status = ""
@@ -275,14 +277,25 @@ class EnvironmentChild(ChildProcess):
         """Kill the processes and report them lost once they exceed the sandbox's limits."""
         while self._failure is None and self.pid is not None:
             self._ran.append(self._marked()[0] != 0)
-            # in a thread: a machine with many threads takes milliseconds to list a process's children
-            if fault := await asyncio.to_thread(self._overrun, self.pid, self._scratch):
+            if self._rested():
+                fault = ""
+            else:
+                # in a thread: a machine with many threads takes milliseconds to list a process's children
+                fault = await asyncio.to_thread(self._overrun, self.pid, self._scratch)
+            if fault:
                 kill_group(self.pid)
                 await self._lose(fault)
             await asyncio.sleep(GUARD_S)
 
+    def _rested(self) -> bool:
+        """Return whether no process has run since _overrun() looked: then none takes or writes more."""
+        clocks = self._clocks
+        return bool(clocks) and all(cpu_clock(pid) == before for pid, before in clocks.items())
+
     def _overrun(self, pid: int, scratch: Scratch | None) -> str:
-        return self._sandbox.overrun(pid) or ("" if scratch is None else scratch.overrun())
+        family = self._sandbox.family(pid)
+        self._clocks = {each: cpu_clock(each) for each in family}
+        return self._sandbox.overrun(family) or ("" if scratch is None else scratch.overrun())
 
     def _life(self) -> object:
         """Return a value that changes while the process lives; running code may answer late."""

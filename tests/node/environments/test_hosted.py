@@ -19,7 +19,7 @@ from primerl.node.config.sandbox import WorkerSandboxConfig
 from primerl.node.environments import hosted
 from primerl.node.environments.environment import Environment
 from primerl.node.environments.hosted import PROGRAM, HostedEnvironment
-from primerl.node.environments.sandbox import choose
+from primerl.node.environments.sandbox import choose, cpu_clock
 from primerl.node.inference.engine import Completion
 
 TASKSETS = Path(__file__).parent / "tasksets"
@@ -147,6 +147,68 @@ async def test_a_process_that_nobody_needs_ends_until_the_next_request(
         assert not caplog.records
     finally:
         await environment.close()
+
+
+async def test_processes_that_do_not_run_are_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, asked, looked = 1.0, 0, 0
+    overrun = hosted.Sandbox.overrun
+
+    def cpu_clock(pid: int) -> float:
+        nonlocal asked
+        asked += 1
+        return clock
+
+    def noted(sandbox: hosted.Sandbox, family: Sequence[int]) -> str:
+        nonlocal looked
+        looked += 1
+        return overrun(sandbox, family)
+
+    monkeypatch.setattr(hosted, "GUARD_S", 0.01)
+    monkeypatch.setattr(hosted, "cpu_clock", cpu_clock)
+    monkeypatch.setattr(hosted.Sandbox, "overrun", noted)
+    environment = HostedEnvironment(
+        EnvironmentConfig(id="moody", args={"moods": "good"}),
+        model_dir=None,
+        seed=0,
+        max_tokens=16,
+        temperature=1.0,
+        program=(sys.executable, fake.__file__),
+    )
+    try:
+        await environment.start()
+        for expected in (1, 2, 3):
+            before = asked
+            await until(lambda before=before: asked >= before + 20)
+            assert looked == expected
+            clock += 0.25  # it ran
+            await until(lambda before=looked: looked > before)
+    finally:
+        await environment.close()
+
+
+def test_the_clock_of_a_process_advances_while_it_runs_alone_and_is_unknown_afterwards() -> None:
+    program = "print(0, flush=True); input(); sum(range(3_000_000)); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "0\n"
+        waits = psutil.Process(process.pid)
+        while waits.status() != psutil.STATUS_SLEEPING:
+            pass
+        before = cpu_clock(process.pid)
+        assert cpu_clock(process.pid) == before > 0.0
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "1\n"
+        assert cpu_clock(process.pid) > before
+        process.kill()
+    assert cpu_clock(process.pid) != cpu_clock(
+        process.pid
+    )  # nan: whoever compares looks for himself
 
 
 IMPORTS = """

@@ -25,8 +25,8 @@ from primerl.node.environments.environment import (
     Score,
     ScoreMismatch,
 )
-from primerl.node.environments.policies import episode_judge
 from primerl.node.environments.playing import PreparedTask
+from primerl.node.environments.policies import episode_judge
 from primerl.node.environments.verifiers import PREPARED_TASKS, VerifiersEnvironment
 from primerl.node.evaluation.evaluator import ALL, evaluated
 from primerl.node.inference.engine import Completion
@@ -235,7 +235,9 @@ async def test_the_opening_prompt_of_a_task_is_made_once_for_all_its_rollouts(
     assert len(made) == before
 
 
-async def test_what_is_kept_of_tasks_does_not_grow_with_those_that_were_played(start: Start) -> None:
+async def test_what_is_kept_of_tasks_does_not_grow_with_those_that_were_played(
+    start: Start,
+) -> None:
     environment = await start("reverse-text")
     first = await environment.task(0)
     opening = await environment.prompt(first)
