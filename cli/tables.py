@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Generic, Self, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TextIO, TypeVar, cast
 
 import rich.table
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -40,6 +38,9 @@ from ..node.ops.figures import (
 )
 from ..node.ops.strict_json import to_json
 from ..protocol.numerics import ENVELOPE
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 T = TypeVar("T")
 
@@ -141,6 +142,14 @@ class ProgressView:
 
     def __enter__(self) -> Self:
         if self._stream.isatty():
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
+
             title, figures = (
                 TextColumn(text, markup=False)
                 for text in ("{task.description}", "{task.fields[figures]}")
@@ -329,6 +338,8 @@ def show_answer(
         return draw(ask(node, command), None if wide else console().width)
 
     if watch and terminal and not wide and not as_json:
+        from rich.live import Live
+
         with Live(render(), console=console(), auto_refresh=False) as live:
             while True:
                 time.sleep(REFRESH_S)

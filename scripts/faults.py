@@ -2105,8 +2105,8 @@ FAULTS = (
     Fault(
         "garbage is looked for when it is a quarter of all libraries",
         "node/process/heap.py",
-        "    gc.freeze()\n    gc.collect()",
-        "    gc.freeze()",
+        "gc.freeze()\ngc.collect()",
+        "gc.freeze()",
         ("test_garbage_that_lived_for_a_while_is_found_however_much_is_frozen",),
     ),
     Fault(
