@@ -129,8 +129,11 @@ async def test_a_lease_that_never_reached_its_worker_is_leased_again(siege: Swar
         lost, _ = await deaf.lease()
         kept, sealed = await deaf.lease()
         await deaf.poll(0, holding=(kept.lease_id,))
-        found, _ = await other.lease()
-        assert found.tasks == lost.tasks
+        again, grant = await other.lease()
+        while again.tasks != lost.tasks:  # what earlier attacks lost comes first
+            groups = await other.play(again)
+            await other.submit(other.bundle(grant, groups), again.lease_id)
+            again, grant = await other.lease()
         bundle = deaf.bundle(sealed, await deaf.play(kept))
         assert (await deaf.submit(bundle, kept.lease_id)).lease_id == kept.lease_id
 
