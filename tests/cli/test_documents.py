@@ -6,7 +6,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer.main
 
 from primerl.cli.command import config_of
@@ -42,10 +41,9 @@ def flags_of(name: str) -> frozenset[str]:
     return frozenset(flag.replace("-", "_") for flag in found) | {"__help", "__help_all"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_in_a_page_exist_and_take_their_flags(page: Path) -> None:
+def test_commands_in_a_page_exist_and_take_their_flags() -> None:
     wrong: list[str] = []
-    for name, given in commands(page):
+    for source, name, given in ((page, *words) for page in PAGES for words in commands(page)):
         known = flags_of(name)
         for flag in re.findall(r"(?<=\s)-(?:-[a-z][\w.-]*|[a-z]\b)", given):
             plain = flag.rstrip(".").replace("-", "_")
@@ -53,17 +51,20 @@ def test_commands_in_a_page_exist_and_take_their_flags(page: Path) -> None:
             section = any(one.startswith(f"{key}.") for one in known)
             table = any(plain.startswith(f"{one}.") for one in known)
             if not {plain, key} & known and not section and not table:
-                wrong.append(f"primerl-node {name}{given}: {flag}")
+                wrong.append(f"{source.name}: primerl-node {name}{given}: {flag}")
     assert not wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
-    for path, heading in LINK.findall(page.read_text(encoding="utf-8")):
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), path
-        if heading:
-            lines = target.read_text(encoding="utf-8").splitlines()
-            titles = [re.sub(r"[`*]", "", line).lstrip("# ") for line in lines if line[:1] == "#"]
-            slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in titles]
-            assert heading in slugs, f"{path}#{heading}"
+def slugs(page: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    titles = [re.sub(r"[`*]", "", line).lstrip("# ") for line in lines if line[:1] == "#"]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_of_a_page_lead_to_files_and_headings() -> None:
+    for page in PAGES:
+        for path, heading in LINK.findall(page.read_text(encoding="utf-8")):
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page}: {path}"
+            assert not heading or heading in slugs(target), f"{page}: {path}#{heading}"

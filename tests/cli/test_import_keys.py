@@ -105,17 +105,15 @@ def looked_up(tree: Any, path: str) -> Any:
 ROWS = [row.split(" | ") for row in (DATA / "prime_rl_values.txt").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("there", "here"), ROWS, ids=[there for there, _ in ROWS])
-def test_a_value_there_is_a_value_here_that_means_the_same(
-    tmp_path: Path, there: str, here: str
-) -> None:
-    config = converted(tmp_path, there)
-    for expected in here.split(" ; "):
-        path, _, value = expected.partition(" = ")
-        assert looked_up(config.values, path) == json.loads(value), path
-    written = there.partition(" = ")[0]
-    assert not [note for note in config.missing if note.key.endswith(written.partition(".")[2])]
-    COMMANDS[config.command].model_validate(config.values)
+def test_a_value_there_is_a_value_here_that_means_the_same(tmp_path: Path) -> None:
+    for there, here in ROWS:
+        config = converted(tmp_path, there)
+        for expected in here.split(" ; "):
+            path, _, value = expected.partition(" = ")
+            assert looked_up(config.values, path) == json.loads(value), there
+        key = there.partition(" = ")[0].partition(".")[2]
+        assert [note for note in config.missing if note.key.endswith(key)] == [], there
+        COMMANDS[config.command].model_validate(config.values)
 
 
 def test_every_key_that_is_converted_has_a_row() -> None:

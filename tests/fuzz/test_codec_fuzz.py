@@ -26,9 +26,8 @@ def relative(rng: random.Random, seed: bytes) -> bytes:
     return seed
 
 
-@pytest.mark.parametrize("number", range(len(SEEDS)))
-def test_every_seed_is_accepted(number: int) -> None:
-    assert targets.run(SEEDS[number])
+def test_every_seed_is_accepted() -> None:
+    assert [number for number, seed in enumerate(SEEDS) if not targets.run(seed)] == []
 
 
 def test_inputs_that_fuzzers_kept_are_refused_or_decoded_as_they_must() -> None:

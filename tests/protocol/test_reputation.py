@@ -405,9 +405,9 @@ def test_a_proof_of_fraud_during_a_ban_with_an_end_bans_for_ever() -> None:
     assert peer.refused == "banned: bad_proof: no honest software makes this"
 
 
-@pytest.mark.parametrize("reason", sorted(Reason))
-def test_only_what_an_audit_rejects_counts_in_the_test(reason: Reason) -> None:
-    assert outcome_of(reason, True) == ("rejected" if reason in AUDIT_FAULTS else None)
+def test_only_what_an_audit_rejects_counts_in_the_test() -> None:
+    counted = {reason: outcome_of(reason, True) for reason in Reason}
+    assert counted == {reason: "rejected" if reason in AUDIT_FAULTS else None for reason in Reason}
 
 
 def test_a_rollout_that_holds_is_clean_or_suspect() -> None:

@@ -64,47 +64,40 @@ def test_the_vectors_are_complete() -> None:
     assert set(GOLDEN["frames"]) == {kind.__name__ for kind in Message.__subclasses__()}
 
 
-@pytest.mark.parametrize("part", [name for name in GOLDEN if not isinstance(GOLDEN[name], dict)])
-def test_a_document_is_still_made_of_these_bytes(part: str) -> None:
-    assert build()[part] == GOLDEN[part]
-
-
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [(part, name) for part, inner in GOLDEN.items() if isinstance(inner, dict) for name in inner],
-)
-def test_the_bytes_of_a_message_are_the_golden_ones(part: str, name: str) -> None:
-    assert build()[part][name] == GOLDEN[part][name]
+def test_documents_and_messages_are_still_made_of_these_bytes() -> None:
+    built = build()
+    for part, golden in GOLDEN.items():
+        names = golden if isinstance(golden, dict) else ()
+        assert [name for name in names if built[part][name] != golden[name]] == [], part
+        assert built[part] == golden, part
 
 
 @of_each_version
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda one: type(one).__name__)
-def test_a_frame_of_then_is_understood_now(golden: dict[str, Any], message: Message) -> None:
-    if type(message).__name__ not in golden["frames"]:
-        pytest.skip("a message of a later version")
-    framed = bytes.fromhex(golden["frames"][type(message).__name__])
-    header, payload = framed[:HEADER_BYTES], framed[HEADER_BYTES:]
-    assert payload_size(header) == len(payload)
-    assert decode(payload, type(message)) == message
+def test_a_frame_of_then_is_understood_now(golden: dict[str, Any]) -> None:
+    for message in MESSAGES:
+        if said := golden["frames"].get(type(message).__name__):  # else of a later version
+            framed = bytes.fromhex(said)
+            header, payload = framed[:HEADER_BYTES], framed[HEADER_BYTES:]
+            assert payload_size(header) == len(payload)
+            assert decode(payload, type(message)) == message
 
 
 @of_each_version
-@pytest.mark.parametrize("purpose", list(Purpose))
-def test_an_envelope_of_then_is_opened_now(golden: dict[str, Any], purpose: Purpose) -> None:
-    if purpose.value not in golden["envelopes"]:
-        pytest.skip("a purpose of a later version")
-    key, body, recipient = ENVELOPES[purpose]
-    opened = unseal(
-        bytes.fromhex(golden["envelopes"][purpose.value]),
-        purpose,
-        type(body),
-        now=NOW,
-        run=RUN,
-        signer=key.node_id,
-        recipient=recipient,
-    )
-    assert opened.body == body
-    assert (opened.sequence, opened.expires) == (9, NOW + 3600)
+def test_an_envelope_of_then_is_opened_now(golden: dict[str, Any]) -> None:
+    for purpose in Purpose:
+        key, body, recipient = ENVELOPES[purpose]
+        if sealed := golden["envelopes"].get(purpose.value):  # else of a later version
+            opened = unseal(
+                bytes.fromhex(sealed),
+                purpose,
+                type(body),
+                now=NOW,
+                run=RUN,
+                signer=key.node_id,
+                recipient=recipient,
+            )
+            assert opened.body == body
+            assert (opened.sequence, opened.expires) == (9, NOW + 3600)
 
 
 def test_an_envelope_is_an_array_in_this_order() -> None:

@@ -524,18 +524,22 @@ TRIED = m.Welcome(
 
 
 class refuses:
-    """`with refuses(Reason.X):` - the block must raise RemoteProtocolError for exactly that reason."""
+    """`with refuses(Reason.X):` - the block must raise RemoteProtocolError for exactly that reason.
 
-    def __init__(self, *reasons: Reason) -> None:
+    `case` names what is refused, where a test goes through many.
+    """
+
+    def __init__(self, *reasons: Reason, case: object = "") -> None:
         self._reasons = reasons
+        self._case = case
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is None:
-            pytest.fail(f"nothing was refused; expected {self._reasons}")
+            pytest.fail(f"nothing was refused; expected {self._reasons} {self._case}")
         if not isinstance(error, RemoteProtocolError):
             return False
-        assert error.reason in self._reasons, str(error)
+        assert error.reason in self._reasons, f"{error} {self._case}"
         return True
