@@ -43,64 +43,66 @@ def test_the_run_id_is_the_digest_of_the_manifests_bytes() -> None:
     assert decode(encode(protocol_cases.MANIFEST), RunManifest) == protocol_cases.MANIFEST
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("name", "demo2"),
-        ("created", 1),
-        ("software", "0.1.1"),
-        ("trainer", protocol_cases.STRANGER.node_id),
-        ("model.name", "other"),
-        ("model.files", ()),
-        ("model.base_state", digest(b"other")),
-        ("model.vocab_size", 513),
-        ("model.stop_token_ids", (1,)),
-        ("environments.0.name", "other"),
-        ("environments.0.id", "other"),
-        ("environments.0.config", b"{}"),
-        ("environments.0.seed", 8),
-        ("environments.0.version", "verifiers 0.4.1"),
-        ("environments.0.sampling.temperature", 0.9),
-        ("environments.0.sampling.max_tokens", 63),
-        ("limits.max_off_policy_steps", 3),
-        ("environments.0.group_size", 7),
-        ("environments.0.max_turns", 2),
-        ("limits.max_model_len", 255),
-        ("proofs.dtype", "float32"),
-        ("proofs.reject.fingerprint", 0.2),
-        ("proofs.reject.sampling", 0.2),
-        ("proofs.reject.sampling_max", 0.2),
-        ("proofs.reject.logprob", 0.2),
-        ("proofs.reject.logprob_max", 0.2),
-        ("proofs.reject.other_policy", 0.2),
-        ("proofs.suspect.fingerprint", 0.2),
-        ("proofs.suspect.sampling", 0.2),
-        ("proofs.suspect.sampling_max", 0.2),
-        ("proofs.suspect.logprob", 0.2),
-        ("proofs.suspect.logprob_max", 0.2),
-        ("proofs.suspect.other_policy", 0.2),
-        ("proofs.other_scale", 0.25),
-        ("proofs.audit_rate", 0.5),
-        ("proofs.false_bans", 0.5),
-        ("proofs.honest_rollouts", 1),
-        ("proofs.honest_tokens", 1),
-        ("proofs.source", "other"),
-        ("max_steps", 41),
-        ("nonce", digest(b"other")),
-        ("adapters.rank", 8),
-        ("adapters.alpha", 16.0),
-        ("adapters.target_modules", ("q_proj",)),
-        ("adapters.base.digest", digest(b"other")),
-        ("adapters.base.size", 6),
-        ("routes.layers", 2),
-        ("routes.experts", 8),
-        ("routes.top_k", 1),
-    ],
-)
-def test_another_manifest_is_another_run(path: str, value: object) -> None:
-    changed = replaced(protocol_cases.ADAPTED, path, value)
-    decode(changed, RunManifest)
-    assert run_id(changed) != run_id(encode(protocol_cases.ADAPTED))
+ANOTHER: list[tuple[str, object]] = [
+    ("name", "demo2"),
+    ("created", 1),
+    ("software", "0.1.1"),
+    ("trainer", protocol_cases.STRANGER.node_id),
+    ("model.name", "other"),
+    ("model.files", ()),
+    ("model.base_state", digest(b"other")),
+    ("model.vocab_size", 513),
+    ("model.stop_token_ids", (1,)),
+    ("environments.0.name", "other"),
+    ("environments.0.id", "other"),
+    ("environments.0.config", b"{}"),
+    ("environments.0.seed", 8),
+    ("environments.0.version", "verifiers 0.4.1"),
+    ("environments.0.sampling.temperature", 0.9),
+    ("environments.0.sampling.max_tokens", 63),
+    ("limits.max_off_policy_steps", 3),
+    ("environments.0.group_size", 7),
+    ("environments.0.max_turns", 2),
+    ("limits.max_model_len", 255),
+    ("proofs.dtype", "float32"),
+    ("proofs.reject.fingerprint", 0.2),
+    ("proofs.reject.sampling", 0.2),
+    ("proofs.reject.sampling_max", 0.2),
+    ("proofs.reject.logprob", 0.2),
+    ("proofs.reject.logprob_max", 0.2),
+    ("proofs.reject.other_policy", 0.2),
+    ("proofs.suspect.fingerprint", 0.2),
+    ("proofs.suspect.sampling", 0.2),
+    ("proofs.suspect.sampling_max", 0.2),
+    ("proofs.suspect.logprob", 0.2),
+    ("proofs.suspect.logprob_max", 0.2),
+    ("proofs.suspect.other_policy", 0.2),
+    ("proofs.other_scale", 0.25),
+    ("proofs.audit_rate", 0.5),
+    ("proofs.false_bans", 0.5),
+    ("proofs.honest_rollouts", 1),
+    ("proofs.honest_tokens", 1),
+    ("proofs.source", "other"),
+    ("max_steps", 41),
+    ("nonce", digest(b"other")),
+    ("adapters.rank", 8),
+    ("adapters.alpha", 16.0),
+    ("adapters.target_modules", ("q_proj",)),
+    ("adapters.base.digest", digest(b"other")),
+    ("adapters.base.size", 6),
+    ("routes.layers", 2),
+    ("routes.experts", 8),
+    ("routes.top_k", 1),
+]
+"""Fields of a run manifest, and another value of each."""
+
+
+def test_another_manifest_is_another_run() -> None:
+    run = run_id(encode(protocol_cases.ADAPTED))
+    for path, value in ANOTHER:
+        changed = replaced(protocol_cases.ADAPTED, path, value)
+        decode(changed, RunManifest)
+        assert run_id(changed) != run, path
 
 
 def paths(fields: dict[str, Any]) -> Iterator[str]:
@@ -115,12 +117,7 @@ def paths(fields: dict[str, Any]) -> Iterator[str]:
 
 
 def test_every_field_of_the_run_manifest_was_changed_above() -> None:
-    marker = next(
-        one
-        for one in test_another_manifest_is_another_run.pytestmark  # type: ignore[attr-defined]
-        if one.name == "parametrize"
-    )
-    changed = {path for path, _ in marker.args[1]}
+    changed = {path for path, _ in ANOTHER}
     fields = msgspec.to_builtins(protocol_cases.ADAPTED, builtin_types=(bytes,))
     assert changed == set(paths(fields)) - {"proofs.fingerprint"}  # which has one value
 
@@ -146,10 +143,10 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("name", [*TRAVERSAL, *ODD], ids=ascii)
-def test_a_file_name_that_could_leave_its_directory_is_refused(name: str) -> None:
-    with protocol_cases.refuses(Reason.MALFORMED):
-        decode(encode(FileRef(name, protocol_cases.CHUNK)), FileRef)
+def test_a_file_name_that_could_leave_its_directory_is_refused() -> None:
+    for name in (*TRAVERSAL, *ODD):
+        with protocol_cases.refuses(Reason.MALFORMED, case=ascii(name)):
+            decode(encode(FileRef(name, protocol_cases.CHUNK)), FileRef)
 
 
 @pytest.mark.parametrize(
@@ -171,55 +168,56 @@ def test_a_file_name_that_is_taken_is_one_path_component(name: str) -> None:
     assert not taken.startswith(".")
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("model.files", (FileRef("a", protocol_cases.CHUNK),) * 65),
-        ("model.vocab_size", 0),
-        ("model.vocab_size", 2**24 + 1),
-        ("model.stop_token_ids", (1,) * 65),
-        ("model.base_state", bytes(31)),
-        ("environments.0.config", bytes(64 * 1024 + 1)),
-        ("environments.0.id", "x" * 257),
-        ("environments.0.name", "x" * 257),
-        ("environments", ()),
-        ("environments", protocol_cases.MANIFEST.environments * 65),
-        ("environments.0.sampling.temperature", -0.1),
-        ("environments.0.sampling.temperature", 2.1),
-        ("environments.0.sampling.max_tokens", 0),
-        ("environments.0.sampling.top_p", 0.0),
-        ("environments.0.sampling.top_p", 1.1),
-        ("environments.0.sampling.top_k", -1),
-        ("environments.0.sampling.stop", ("",)),
-        ("environments.0.sampling.stop", ("a" * 65,)),
-        ("environments.0.sampling.stop", ("a",) * 9),
-        ("limits.max_off_policy_steps", -1),
-        ("environments.0.group_size", 0),
-        ("environments.0.group_size", 4097),
-        ("environments.0.max_turns", 0),
-        ("limits.max_model_len", 1),
-        ("trainer", bytes(33)),
-        ("created", -1),
-        ("created", 2**53 + 1),
-        ("max_steps", 0),
-        ("nonce", b""),
-        ("name", "x" * 257),
-        ("adapters.rank", 0),
-        ("adapters.rank", 10**9),
-        ("adapters.rank", -1),
-        ("adapters.alpha", 0.0),
-        ("adapters.alpha", float("nan")),
-        ("adapters.alpha", float("inf")),
-        ("adapters.target_modules", ()),
-        ("adapters.target_modules", ("q_proj",) * 65),
-        ("adapters.target_modules", ("x" * 257,)),
-        ("adapters.base.size", 2**40),
-        ("adapters.base.digest", b""),
-    ],
-)
-def test_a_run_manifest_has_limits(path: str, value: object) -> None:
-    with protocol_cases.refuses(Reason.MALFORMED):
-        decode(replaced(protocol_cases.ADAPTED, path, value), RunManifest)
+BEYOND: list[tuple[str, object]] = [
+    ("model.files", (FileRef("a", protocol_cases.CHUNK),) * 65),
+    ("model.vocab_size", 0),
+    ("model.vocab_size", 2**24 + 1),
+    ("model.stop_token_ids", (1,) * 65),
+    ("model.base_state", bytes(31)),
+    ("environments.0.config", bytes(64 * 1024 + 1)),
+    ("environments.0.id", "x" * 257),
+    ("environments.0.name", "x" * 257),
+    ("environments", ()),
+    ("environments", protocol_cases.MANIFEST.environments * 65),
+    ("environments.0.sampling.temperature", -0.1),
+    ("environments.0.sampling.temperature", 2.1),
+    ("environments.0.sampling.max_tokens", 0),
+    ("environments.0.sampling.top_p", 0.0),
+    ("environments.0.sampling.top_p", 1.1),
+    ("environments.0.sampling.top_k", -1),
+    ("environments.0.sampling.stop", ("",)),
+    ("environments.0.sampling.stop", ("a" * 65,)),
+    ("environments.0.sampling.stop", ("a",) * 9),
+    ("limits.max_off_policy_steps", -1),
+    ("environments.0.group_size", 0),
+    ("environments.0.group_size", 4097),
+    ("environments.0.max_turns", 0),
+    ("limits.max_model_len", 1),
+    ("trainer", bytes(33)),
+    ("created", -1),
+    ("created", 2**53 + 1),
+    ("max_steps", 0),
+    ("nonce", b""),
+    ("name", "x" * 257),
+    ("adapters.rank", 0),
+    ("adapters.rank", 10**9),
+    ("adapters.rank", -1),
+    ("adapters.alpha", 0.0),
+    ("adapters.alpha", float("nan")),
+    ("adapters.alpha", float("inf")),
+    ("adapters.target_modules", ()),
+    ("adapters.target_modules", ("q_proj",) * 65),
+    ("adapters.target_modules", ("x" * 257,)),
+    ("adapters.base.size", 2**40),
+    ("adapters.base.digest", b""),
+]
+"""Fields of a run manifest, and values beyond their limits."""
+
+
+def test_a_run_manifest_has_limits() -> None:
+    for path, value in BEYOND:
+        with protocol_cases.refuses(Reason.MALFORMED, case=(path, value)):
+            decode(replaced(protocol_cases.ADAPTED, path, value), RunManifest)
 
 
 SNAPSHOT = protocol_cases.POLICY_MANIFEST.artifacts[0]

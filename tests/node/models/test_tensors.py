@@ -16,13 +16,13 @@ def bits(name: str, count: int) -> Tensor:
     return Tensor(name, (count,), data)
 
 
-@pytest.mark.parametrize("name", sorted(BITS))
 @pytest.mark.parametrize("shape", [(), (0, 3), (4, 3)])
-def test_every_bit_survives_the_round_trip(name: str, shape: tuple[int, ...]) -> None:
-    tensor = Tensor(name, shape, bits(name, int(np.prod(shape))).data)
-    back = from_torch(to_torch(tensor))
-    assert (back.dtype, back.shape) == (name, shape)
-    assert back.data.tolist() == tensor.data.tolist()
+def test_every_bit_survives_the_round_trip(shape: tuple[int, ...]) -> None:
+    for name in BITS:
+        tensor = Tensor(name, shape, bits(name, int(np.prod(shape))).data)
+        back = from_torch(to_torch(tensor))
+        assert (back.dtype, back.shape) == (name, shape)
+        assert back.data.tolist() == tensor.data.tolist(), name
 
 
 def test_signs_of_zero_and_payloads_of_nan_survive() -> None:
