@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from support.bare_node import bare_services
-from support.hostile import Rogue, altered, reason_of, soon
+from support.hostile import DEADLINE, Rogue, altered, reason_of, soon
 from support.memory_network import MemoryNetwork
 from support.protocol_cases import LEASE, LISTED, RUN, TRAINER, WORKER
 from support.protocol_cases import STRANGER as SUCCESSOR
@@ -129,11 +129,12 @@ async def test_a_lease_that_never_reached_its_worker_is_leased_again(siege: Swar
         lost, _ = await deaf.lease()
         kept, sealed = await deaf.lease()
         await deaf.poll(0, holding=(kept.lease_id,))
-        again, grant = await other.lease()
-        while again.tasks != lost.tasks:  # what earlier attacks lost comes first
-            groups = await other.play(again)
-            await other.submit(other.bundle(grant, groups), again.lease_id)
+        async with asyncio.timeout(DEADLINE):
             again, grant = await other.lease()
+            while again.tasks != lost.tasks:  # what earlier attacks lost comes first
+                groups = await other.play(again)
+                await other.submit(other.bundle(grant, groups), again.lease_id)
+                again, grant = await other.lease()
         bundle = deaf.bundle(sealed, await deaf.play(kept))
         assert (await deaf.submit(bundle, kept.lease_id)).lease_id == kept.lease_id
 
