@@ -15,6 +15,8 @@ from support.fake_nvml import install_nvml
 
 from primerl.cli.main import execute
 from primerl.node import gpus
+from primerl.node.environments import sandbox
+from primerl.node.environments.sandbox import Sandbox
 from primerl.node.ops import metrics
 from primerl.node.ops.control import Command, ControlServer
 
@@ -44,6 +46,29 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.fixture(scope="session")
+def working() -> set[tuple[type[Sandbox], str]]:
+    """Kinds of sandboxes that were seen to work here, with their config."""
+    return set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def probed_once(working: set[tuple[type[Sandbox], str]]) -> Iterator[None]:
+    """Start a process in each kind of sandbox once: every command does, to see whether it works here."""
+    probe: Callable[[Sandbox], str] = vars(sandbox)["_failure"]
+
+    def failure(confined: Sandbox) -> str:
+        kind = type(confined), confined.config.model_dump_json()
+        if kind not in working and (reason := probe(confined)):
+            return reason
+        working.add(kind)
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "_failure", failure)
+        yield
 
 
 @pytest.fixture
