@@ -132,6 +132,8 @@ class PendingRequest:
 
     wanted: int
     origin: Origin
+    proven: bool
+    """As the request came: a verdict, which may change that, answers it."""
     leases: list[bytes] = field(default_factory=list[bytes])
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with leases, or when the reply has other content."""
@@ -280,6 +282,7 @@ class WorkerRegistry:
             self.book.nodes[successor] = self.book.nodes.pop(node)
         if node in self.workers:
             self.workers[node].left = True
+            self.answer(node)
             self.pipelines.left(node)
         self._sources_at = -math.inf  # it may be listed as a source for others no more
         self.services.peers.retire(node)
@@ -470,6 +473,7 @@ class WorkerRegistry:
         """Record that a worker leaves, in order or because of the error in `detail`."""
         worker = self.get(node)
         worker.left = True
+        self.answer(node)
         self.pipelines.left(node)
         if detail not in ("", LEAVING):
             worker.failure = printable(detail, MAX_NAME)
@@ -485,6 +489,19 @@ class WorkerRegistry:
             if record.node != peer:
                 raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of another node")
             self.services.peers.learn(record, sealed)
+
+    def answer(self, node: bytes, leases: Sequence[bytes] = ()) -> None:
+        """End a node's wait for leases, if it waits."""
+        pending = self.pending.pop(node, None)
+        if pending is not None:
+            pending.leases.extend(leases)
+            pending.answered.set()
+            self.book.newcomers.leave(node, pending.origin, time.time())
+
+    def deliver(self, node: bytes, verdict: bytes) -> None:
+        """Hand an admitted worker a sealed verdict: at once if it waits, else with its next reply."""
+        self.workers[node].verdicts.append(verdict)
+        self.answer(node)
 
     def warnings(self) -> list[str]:
         """Return warnings about failing tickets, unplayable environments and workers that choose their work.
@@ -508,14 +525,15 @@ class WorkerRegistry:
     def _choices(self) -> list[str]:
         """Describe the workers that play only what the run has enough of, and those that hand leases back."""
         staffed, now, lines = self.staffed(), time.time(), list[str]()
-        waiting: Counter[frozenset[int]] = Counter(
+        since = self.clock() - GONE_S
+        present: Counter[frozenset[int]] = Counter(
             worker.playable
             for worker in self.workers.values()
-            if not worker.left
-            and worker.heard >= self.clock() - GONE_S
-            and self.book.ahead(worker.playable, staffed, now)
+            if not worker.left and worker.heard >= since
         )
-        for playable, count in waiting.items():
+        for playable, count in present.items():
+            if not self.book.ahead(playable, staffed, now):
+                continue
             names = ", ".join(repr(self.environments[number].name) for number in sorted(playable))
             lines.append(
                 f"{count} worker(s) play {names} alone, of which the run has a batch more than its ratio: they "
@@ -616,13 +634,12 @@ class WorkerRegistry:
         self._sweep_at = now + SWEEP_S
         self.end_bans(time.time())
         self.sessions.sweep()
-        holders = {grant.node for grant in self.book.held.values()}
         rows = len(self.workers)
         for node, worker in list(self.workers.items()):
             if now - worker.heard < AWAY_S or node in self.pending:
                 continue
             worker.verdicts.clear()
-            if node not in holders and self._remembers_nothing(node):
+            if node not in self.book.held.nodes and self._remembers_nothing(node):
                 del self.workers[node]
                 self.book.forget(node)
                 self.reputations.pop(node, None)
@@ -881,11 +898,11 @@ class WorkerRegistry:
         """If there are too many workers, forget the newcomer without leases that was silent longest."""
         if len(self.workers) < MAX_WORKERS:
             return
-        holders = {grant.node for grant in self.book.held.values()}
+        busy = self.book.held.nodes | self.pending.keys()
         idle = [
             (worker.heard, node)
             for node, worker in self.workers.items()
-            if not self.proven(node) and node not in holders and node not in self.pending
+            if node not in busy and not self.proven(node)
         ]
         if not idle:
             return
