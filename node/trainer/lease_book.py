@@ -658,6 +658,11 @@ class LeaseBook:
                 late.add(number)
         return late
 
+    def trained(self, seconds: float, waited: float = 0.0) -> None:
+        """Count a batch; see LeadTime.trained(). Nodes may hold more where batches take longer."""
+        self.lead.trained(seconds, waited)
+        self.full.clear()
+
     def present(self, node: bytes, now: float) -> None:
         """Take note that a proven node asked for something."""
         if not self.resting(node, now):

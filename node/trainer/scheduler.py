@@ -384,7 +384,7 @@ class LeaseScheduler:
         for node in waiting:
             if leases := self._grant(node, self.registry.pending[node].wanted):
                 self.registry.answer(node, leases)
-            elif self.demand.exhausted():
+            elif self.demand.exhausted() or not self._ready():
                 return
 
     def take_back(self, now: float) -> list[Held]:

@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,14 +117,18 @@ class WorkerState:
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
 
 
-@dataclass(frozen=True)
-class ChunkHolder:
-    """A worker that others may fetch weights from."""
+@dataclass
+class ChunkHolders:
+    """Workers that others may fetch weights from, in the order of their ranks."""
 
-    rank: int
-    proven: bool
-    record: bytes
-    """Sealed peer record."""
+    ranks: list[int] = field(default_factory=list[int])
+    records: list[bytes] = field(default_factory=list[bytes])
+    """Sealed peer records."""
+
+    def beside(self, rank: int) -> tuple[list[bytes], list[bytes]]:
+        """Return the records before a rank and those after it, the nearest ones first."""
+        begin, end = bisect_left(self.ranks, rank), bisect_right(self.ranks, rank)
+        return self.records[:begin][::-1], self.records[end:]
 
 
 @dataclass
@@ -180,7 +185,7 @@ class WorkerRegistry:
         self._sweep_at = -math.inf
         self.trim: Callable[[], None] = trim_heap
         """Called when rows were dropped."""
-        self._sources: list[ChunkHolder] = []
+        self._sources = self._proven_sources = ChunkHolders()
         self._sources_at = -math.inf
         self._able: Counter[int] = Counter()
         self._able_at = -math.inf
@@ -924,13 +929,12 @@ class WorkerRegistry:
         """
         now = self.clock()
         if now - self._sources_at >= SOURCES_S:
-            self._sources, self._sources_at = self._find_sources(now), now
-        proven = sum(holder.proven for holder in self._sources)
-        outnumbered = self.proven(peer) and len(self._sources) > 2 * proven
-        sources = [holder for holder in self._sources if holder.proven or not outnumbered]
-        me = self.workers[peer].rank
-        before = [holder.record for holder in reversed(sources) if holder.rank < me]
-        after = [holder.record for holder in sources if holder.rank > me]
+            self._find_sources(now)
+            self._sources_at = now
+        sources, proven = self._sources, self._proven_sources
+        if self.proven(peer) and len(sources.ranks) > 2 * len(proven.ranks):
+            sources = proven
+        before, after = sources.beside(self.workers[peer].rank)
         # The last to be admitted has nobody after it: it needs as many to choose from as the others.
         return (
             _near_and_far(before, peer, 2 * MAX_UPSTREAMS - min(len(after), MAX_UPSTREAMS)),
@@ -945,23 +949,24 @@ class WorkerRegistry:
             row.sealed for row in rows if row.record is not None and row.record.share_address
         )
 
-    def _find_sources(self, now: float) -> list[ChunkHolder]:
-        """Return the workers that others can fetch from, by rank; only some of the newcomers."""
-        holders: list[ChunkHolder] = []
+    def _find_sources(self, now: float) -> None:
+        """Find the workers that others can fetch from; only some of the newcomers."""
+        proven: dict[int, bytes] = {}
+        newcomers: dict[int, bytes] = {}
         for node, worker in self.workers.items():
             silent = now - worker.asked >= ALIVE_S or worker.paused
             if silent or worker.stats.version < 0 or self.refusal(node):
                 continue
             row = self.services.peers.get(node)
             if row.record is not None and row.record.share_address:
-                proven = self._tier(node) == Tier.MEMBER
-                holders.append(ChunkHolder(worker.rank, proven, row.sealed))
-        newcomers = sum(not holder.proven for holder in holders)
-        if newcomers > MAX_NEWCOMER_SOURCES:
-            chosen = set(random.sample(range(newcomers), MAX_NEWCOMER_SOURCES))
-            numbers = itertools.count()
-            holders = [holder for holder in holders if holder.proven or next(numbers) in chosen]
-        return sorted(holders, key=lambda holder: holder.rank)
+                holders = proven if self._tier(node) == Tier.MEMBER else newcomers
+                holders[worker.rank] = row.sealed
+        some = random.sample(list(newcomers.items()), min(len(newcomers), MAX_NEWCOMER_SOURCES))
+        self._proven_sources = ChunkHolders(
+            sorted(proven), [proven[rank] for rank in sorted(proven)]
+        )
+        every = proven | dict(some)
+        self._sources = ChunkHolders(sorted(every), [every[rank] for rank in sorted(every)])
 
 
 def _unplayed(environment: EnvironmentContract, *, quarantined: bool) -> str:

@@ -236,7 +236,7 @@ class Simulation:
         self.progress.step = self.steps
         self.progress.training = False
         self.buffer.advance(self.steps)
-        self.book.lead.trained(self.train_s, waited)
+        self.book.trained(self.train_s, waited)
         self._waiting_since = self.now
         self.batches.begin()
         self._cut()
