@@ -773,7 +773,7 @@ async def run(directory: Path, options: argparse.Namespace, clients: int) -> lis
         processes = Processes(timing.pid, others.pid)
         async with asyncio.timeout(START_S):
             while (await swarm.trainer.status())["version"] < options.warm:  # noqa: ASYNC110
-                await asyncio.sleep(1.0)  # a status of hundreds of workers takes a while
+                await asyncio.sleep(2.0)  # a status of hundreds of workers takes a while
         tell(AGAIN, timing)
         name = f"{clients} clients, as leased"
         rows = [await measure(swarm, name, 0.0, options.submissions, processes)]
