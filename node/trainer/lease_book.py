@@ -13,6 +13,7 @@ from collections.abc import (
     Callable,
     Collection,
     Container,
+    ItemsView,
     Iterable,
     KeysView,
     Mapping,
@@ -277,6 +278,10 @@ class LeaseTable(UserDict[int, Held]):
     def values(self) -> ValuesView[Held]:
         """Return the leases in the order in which they were granted."""
         return self.data.values()
+
+    def items(self) -> ItemsView[int, Held]:
+        """Return the leases with their numbers, in that order."""
+        return self.data.items()
 
     def of(self, node: bytes) -> Mapping[int, Held]:
         """Return the leases of a node by number."""
