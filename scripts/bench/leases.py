@@ -43,7 +43,7 @@ from primerl.scripts.bench.report import Goal, at_most, conclude, make_parser
 
 WORKERS = (16, 500)
 GOALS_US = {"request_us": 500.0, "nothing_us": 500.0, "full_us": 2000.0}
-"""Most CPU, on a machine that is busy too; `full` grows with the leases that are out, some two for each worker."""
+"""Most CPU, on a busy machine too; `full` grows with the leases that are out, about two for each worker."""
 RECORD = bytes(300)
 ROLLOUTS = {
     "group_size": 16,
