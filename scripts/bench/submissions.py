@@ -34,7 +34,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -635,6 +635,8 @@ class Row:
     """Time by which these clients were late themselves."""
     load: float = 0.0
     """Load of the machine at the end, over a minute."""
+    reasons: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rejected rollouts by reason."""
     held: Sequence["Look"] = ()
 
 
@@ -718,6 +720,7 @@ async def measure(
         psutil.Process().memory_info().rss / 1e6,
         (psutil.Process().memory_info().rss - memory) / 1e6,
         load=os.getloadavg()[0],
+        reasons=dict(Counter(after["rejected"]) - Counter(before["rejected"])),
     )
 
 
@@ -822,7 +825,8 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         print(
             f"{row.name}: {row.accepted_per_s:.0f} rollouts/s accepted (offered "
-            f"{row.offered_per_s or math.inf:.0f}), {row.rejected} rejected, {row.audited:.0%} audited, "
+            f"{row.offered_per_s or math.inf:.0f}), {row.rejected} rejected {dict(row.reasons)}, "
+            f"{row.audited:.0%} audited, "
             f"{row.submissions} submissions, verdict after {row.judged_s:.3f} s (95 %: {row.judged_95_s:.3f})\n"
             f"  CPU ms a rollout: daemon {row.daemon_ms:.3f}, environment {row.environment_ms:.3f}, audit "
             f"{row.audit_ms:.3f}; daemon {row.daemon_cores:.2f} cores, {row.memory_mb:.0f} MB "
