@@ -509,8 +509,10 @@ class Reputation:
     @property
     def proven(self) -> bool:
         """Whether work of this peer was accepted and stood an audit; all work of newcomers is audited."""
-        rejected = self.rejected
-        caught = sum(rejected[reason] for reason in AUDIT_FAULTS)
+        if not self.audited:  # as of hundreds that wait for their first lease
+            return False
+        trusts = self.environments.values()
+        caught = sum(trust.rejected[reason] for trust in trusts for reason in AUDIT_FAULTS)
         return self.accepted > 0 and self.audited > caught
 
     @property

@@ -351,8 +351,8 @@ class JudgeNode(IssuingNode):
         if self._services is None:
             return []
         if self._scheduler is None:
-            return peer_rows(self._services)
-        return worker_rows(self._services, self._scheduler)
+            return await peer_rows(self._services)
+        return await worker_rows(self._services, self._scheduler)
 
 
 def public_name(model: str) -> str:

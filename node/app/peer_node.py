@@ -798,7 +798,7 @@ class PeerNode(Node):
 
     async def peers(self) -> list[PeerRow]:
         """Make a row for each known peer."""
-        return peer_rows(self._services) if self._services is not None else []
+        return await peer_rows(self._services) if self._services is not None else []
 
 
 def node_metrics(status: Status) -> dict[str, object]:

@@ -898,5 +898,5 @@ class TrainerNode(IssuingNode):
         if self._services is None:
             return []
         if self.trainer_role is None:
-            return peer_rows(self._services)
-        return worker_rows(self._services, self.trainer_role.scheduler)
+            return await peer_rows(self._services)
+        return await worker_rows(self._services, self.trainer_role.scheduler)

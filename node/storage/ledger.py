@@ -437,13 +437,12 @@ class Ledger:
             if self._is_whole(s, d, f"submission {a} of {short(n)}", "its tasks are leased again")
         ]
 
-    def waiting_by_node(self, arrival: int) -> dict[bytes, int]:
-        """Count the submissions of each node that arrived after number `arrival` and are still here."""
-        rows = self._db.execute(
-            "SELECT node, COUNT(*) FROM inbox JOIN bodies USING (arrival) WHERE arrival > ? GROUP BY node",
+    def waiting(self, arrival: int) -> list[tuple[int, bytes, int]]:
+        """List (arrival, node, lease) of the submissions that arrived after `arrival` and are still here."""
+        return self._db.execute(
+            "SELECT arrival, node, lease_id FROM inbox JOIN bodies USING (arrival) WHERE arrival > ?",
             (arrival,),
-        )
-        return {bytes(node): int(count) for node, count in rows}
+        ).fetchall()
 
     def forget_covered(self, up_to: int) -> None:
         """Drop what nobody needs of submissions that all durable checkpoints contain: their bytes, and verdicts

@@ -8,8 +8,19 @@ answer cannot starve them.
 
 import itertools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections import Counter, UserDict, deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    ItemsView,
+    Iterable,
+    KeysView,
+    Mapping,
+    Sequence,
+    Set,
+    ValuesView,
+)
 from dataclasses import dataclass, field
 from itertools import islice
 from statistics import median
@@ -246,6 +257,42 @@ class Held:
     """The change of each environment's balance by this lease; undone if the lease does not come back."""
 
 
+class LeaseTable(UserDict[int, Held]):
+    """Leases by number, and by node: what is done for one node does not take longer the more leases are out."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[bytes, dict[int, Held]] = {}
+        super().__init__()
+
+    def __setitem__(self, number: int, grant: Held) -> None:
+        self.data[number] = grant
+        self._by_node.setdefault(grant.node, {})[number] = grant
+
+    def __delitem__(self, number: int) -> None:
+        node = self.data.pop(number).node
+        of_node = self._by_node[node]
+        del of_node[number]
+        if not of_node:
+            del self._by_node[node]
+
+    def values(self) -> ValuesView[Held]:
+        """Return the leases in the order in which they were granted."""
+        return self.data.values()
+
+    def items(self) -> ItemsView[int, Held]:
+        """Return the leases with their numbers, in that order."""
+        return self.data.items()
+
+    def of(self, node: bytes) -> Mapping[int, Held]:
+        """Return the leases of a node by number."""
+        return self._by_node.get(node, {})
+
+    @property
+    def nodes(self) -> KeysView[bytes]:
+        """The nodes that have leases."""
+        return self._by_node.keys()
+
+
 @dataclass(frozen=True)
 class MixtureShare:
     """The part that an environment has in a run."""
@@ -295,7 +342,7 @@ class LeaseShare:
 
     trust: float = 1.0
     """Limits what it holds of all environments together."""
-    waiting: frozenset[bytes] = frozenset()
+    waiting: Set[bytes] = frozenset()
     """Proven nodes that wait for a lease now."""
     earned: float = math.inf
     """Its accepted groups of all environments: limits what it holds of them together."""
@@ -498,9 +545,17 @@ class TaskQueue:
     accepted_at: float = -math.inf
     """Unix seconds at which work of it was accepted last."""
     players: dict[bytes, float] = field(default_factory=dict[bytes, float])
-    """Nodes of which work of it was accepted, and when last (Unix seconds)."""
+    """Nodes of which work of it was accepted, and when last (Unix seconds); the latest last."""
     unfit: set[int] = field(default_factory=set[int])
     """Tasks that are passed over; without `draw` those from `next_task` on."""
+
+    def played(self, node: bytes, now: float, since: float) -> None:
+        """Note accepted work of a node; forget nodes without any after `since` (both Unix seconds)."""
+        self.players.pop(node, None)
+        self.accepted_at = self.players[node] = now
+        for other, at in list(islice(self.players.items(), 2)):
+            if at <= since:
+                del self.players[other]
 
     def upcoming(self, count: int, on_lease: Iterable[int] = ()) -> list[int]:
         """List the indices of the next `count` tasks, or as many as there are."""
@@ -571,9 +626,11 @@ class LeaseBook:
     next_lease: int = 0
     tasks: list[TaskQueue] = field(default_factory=list[TaskQueue])
     """Queues by environment."""
-    held: dict[int, Held] = field(default_factory=dict[int, Held])
-    unjudged: dict[int, Held] = field(default_factory=dict[int, Held])
+    held: LeaseTable = field(default_factory=LeaseTable)
+    unjudged: LeaseTable = field(default_factory=LeaseTable)
     """Leases whose work has arrived and has no verdict yet."""
+    full: set[bytes] = field(default_factory=set[bytes])
+    """Nodes that hold all they may, as far as is known; until a lease of theirs comes back or is judged."""
     expired: int = 0
     nodes: dict[bytes, NodeRecord] = field(default_factory=dict[bytes, NodeRecord])
     """One for each node that was granted something and is not forgotten."""
@@ -605,6 +662,11 @@ class LeaseBook:
             if now - grant.granted > usual:
                 late.add(number)
         return late
+
+    def trained(self, seconds: float, waited: float = 0.0) -> None:
+        """Count a batch; see LeadTime.trained(). Nodes may hold more where batches take longer."""
+        self.lead.trained(seconds, waited)
+        self.full.clear()
 
     def present(self, node: bytes, now: float) -> None:
         """Take note that a proven node asked for something."""
@@ -642,10 +704,9 @@ class LeaseBook:
         """
         if capacity < 1 or not len(self.newcomers):
             return None
-        holders = {grant.node for grant in self.held.values()}
 
         def may(node: bytes) -> bool:
-            return node not in holders and not self.resting(node, now) and able(node)
+            return node not in self.held.nodes and not self.resting(node, now) and able(node)
 
         return self.newcomers.next(capacity, self._slots(now), may, alone=not self.staffed(now))
 
@@ -659,6 +720,7 @@ class LeaseBook:
     def forget(self, node: bytes) -> None:
         """Drop the record of a node that holds nothing."""
         self.nodes.pop(node, None)
+        self.full.discard(node)
 
     def allowed_groups(self, training: bool) -> int:
         """Count the groups that may be on lease or waiting, besides a batch that is being trained."""
@@ -696,11 +758,13 @@ class LeaseBook:
 
     def record(self, node: bytes) -> NodeRecord:
         """Return the record of a node; a fresh one for a stranger."""
-        return self.nodes.get(node, NodeRecord())
+        record = self.nodes.get(node)
+        return NodeRecord() if record is None else record
 
     def resting(self, node: bytes, now: float) -> bool:
         """Whether a node cools off after leases that did not come back."""
-        return now < self.record(node).rest_until
+        record = self.nodes.get(node)
+        return record is not None and now < record.rest_until
 
     def quota(self, node: bytes, trust: float, earned: float = math.inf) -> tuple[int, int]:
         """Compute the (leases, groups) that a node may hold, by trust, reliability, speed and past work.
@@ -714,9 +778,7 @@ class LeaseBook:
         if record.pace > 0.0:
             most = min(most, int(self._horizon_s() / record.pace))
         if earned < math.inf:
-            unjudged = sum(
-                len(grant.lease.tasks) for grant in self.unjudged.values() if grant.node == node
-            )
+            unjudged = sum(len(grant.lease.tasks) for grant in self.unjudged.of(node).values())
             most = min(most, int(EARNED * earned - record.lost_groups) - unjudged)
         return max(1, leases), max(1, most)
 
@@ -742,7 +804,7 @@ class LeaseBook:
 
         `digest_of` maps (environment, task) to the task's digest.
         """
-        mine = [grant.lease for grant in self.held.values() if grant.node == node]
+        mine = [grant.lease for grant in self.held.of(node).values()]
         most = self._size(node, mine, capacity, share, now)
         sizes = {
             number: min(most, self._room(node, number, mine, share))
@@ -751,6 +813,7 @@ class LeaseBook:
         }
         if not sizes:
             return None
+        self._note_staffed(share.staffed, now)
         coming = self._coming(share.staffed, now)
         ahead = self._ahead(coming)
         able = [number for number, size in sizes.items() if size >= 1 and number not in ahead]
@@ -802,18 +865,24 @@ class LeaseBook:
             if record.pace > 0.0 and record.settled > since
         }
 
+    def _note_staffed(self, staffed: Collection[int], now: float) -> None:
+        """Take note of the environments that nodes say they can play."""
+        for number, queue in enumerate(self.tasks):
+            if number in staffed and queue.staffed_at == -math.inf:
+                queue.staffed_at = now
+
     def _coming(self, staffed: Collection[int], now: float) -> set[int]:
         """Return the environments that the others may wait for.
 
         Work of such a one was first promised within a lease's time; or it came back within one, from nodes
         whose pace is a fair part (FAIR_PART) of what its ratio would take of the pace of all. Else a single
-        node that plays an environment slowly, on purpose or not, would set the pace of the run.
+        node that plays an environment slowly, on purpose or not, would set the pace of the run. None while no
+        environment is owed a batch or ahead by one, as only then the others may wait.
         """
-        for number, queue in enumerate(self.tasks):
-            if number in staffed and queue.staffed_at == -math.inf:
-                queue.staffed_at = now
         since = now - self.policy.timeout_s
-        paces = self.paces(since) if len(self.tasks) > 1 else {}
+        if all(abs(queue.owed) < self.policy.groups_per_batch for queue in self.tasks):
+            return set()  # as nearly always: none is owed so much that it matters
+        paces = self.paces(since)
         ratios = sum(
             share.ratio
             for number, share in enumerate(self.policy.environments)
@@ -821,9 +890,8 @@ class LeaseBook:
         )
         coming: set[int] = set()
         for number, queue in enumerate(self.tasks):
-            queue.players = {node: at for node, at in queue.players.items() if at > since}
             fair = FAIR_PART * self.policy.environments[number].ratio / ratios if ratios else 0.0
-            supplied = sum(paces.get(node, 0.0) for node in queue.players)
+            supplied = sum(paces.get(node, 0.0) for node, at in queue.players.items() if at > since)
             comes = queue.accepted_at > since and supplied >= fair * sum(paces.values())
             if number in staffed and (comes or queue.staffed_at > since):
                 coming.add(number)
@@ -833,6 +901,7 @@ class LeaseBook:
         """Return whether all of some environments are ahead of their ratio and wait for the others."""
         if not environments:
             return False
+        self._note_staffed(staffed, now)
         return self._ahead(self._coming(staffed, now)).issuperset(environments)
 
     def _charges(
@@ -871,6 +940,8 @@ class LeaseBook:
         if share.newcomer is not None:
             return self._newcomer_size(bool(mine), whole, capacity, now)
         left = self._left(node, mine, share.trust, share.earned)
+        if left < 1:
+            self.full.add(node)
         return min(self._fair(bool(mine), node, capacity, share, now), whole, left)
 
     def _room(self, node: bytes, environment: int, mine: Sequence[Lease], share: LeaseShare) -> int:
@@ -899,11 +970,9 @@ class LeaseBook:
         A lease for each of them comes before a second one for any node; if there is not enough for all, those
         that hold nothing divide it evenly.
         """
-        holders = {grant.node for grant in self.held.values()}
         hungry = sum(
-            1
-            for other in share.waiting
-            if other != node and other not in holders and not self.resting(other, now)
+            other != node and not self.resting(other, now)
+            for other in share.waiting - self.held.nodes
         )
         if holds:
             return capacity - hungry * self.policy.groups_per_lease
@@ -921,6 +990,7 @@ class LeaseBook:
         if grant.node != node:
             raise RemoteProtocolError(Reason.WRONG_RECIPIENT, f"lease {lease_id} is another node's")
         del self.held[lease_id]
+        self.full.discard(node)
         self.unjudged[lease_id] = grant
         groups = len(grant.lease.tasks)
         self.nodes.setdefault(node, NodeRecord()).settle(groups, grant.granted, now)
@@ -929,9 +999,9 @@ class LeaseBook:
     def judge(self, lease: Lease, node: bytes, outcome: LeaseOutcome, now: float) -> None:
         """Count a lease by the verdict on its work, at `now` (Unix seconds)."""
         grant = self.unjudged.pop(lease.lease_id, None)
+        self.full.discard(node)
         if outcome.accepted:
-            queue = self.tasks[lease.environment]
-            queue.accepted_at = queue.players[node] = now
+            self.tasks[lease.environment].played(node, now, now - self.policy.timeout_s)
         self.nodes.setdefault(node, NodeRecord()).judge(outcome, self.policy, now)
         if grant is None or grant.newcomer is None or outcome.blameless:
             return
@@ -954,17 +1024,14 @@ class LeaseBook:
 
     def release(self, node: bytes, now: float) -> list[Held]:
         """Take back the leases of a node that said goodbye or began anew: their tasks are leased again."""
-        left = [grant for grant in self.held.values() if grant.node == node]
+        left = list(self.held.of(node).values())
         self._take_back(left, now)
         return left
 
     def release_lost(self, node: bytes, holding: Container[int], now: float) -> list[Held]:
         """Take back leases that a node does not hold: the grant never reached it, or it gave up."""
-        lost = [
-            grant
-            for number, grant in self.held.items()
-            if grant.node == node and number not in holding
-        ]
+        own = self.held.of(node).items()
+        lost = [grant for number, grant in own if number not in holding]
         self._take_back(lost, now)
         return lost
 
@@ -973,6 +1040,7 @@ class LeaseBook:
         for grant in leases:
             groups[grant.node] += len(grant.lease.tasks)
         for node, count in Counter(grant.node for grant in leases).items():
+            self.full.discard(node)
             record = self.nodes.setdefault(node, NodeRecord())
             count_loss = record.lose if expired else record.give_back
             count_loss(count, groups[node], self.policy, now)

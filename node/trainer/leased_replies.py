@@ -223,7 +223,7 @@ class PromptSupply(TaskSupply):
         prompts = tuple(self._prompts.prompt(task.index).packed for task in lease.tasks)
         return structs.replace(lease, prompts=prompts)
 
-    def is_ready(self) -> bool:
+    def is_ready(self, leases: int = 1) -> bool:
         """See TaskSupply.is_ready()."""
         self._take_next(PREPARED_TASKS)
         return bool(self.digests)

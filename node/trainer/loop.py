@@ -183,7 +183,7 @@ class TrainerRole:
                 await self._published()
         finally:
             self.progress.training = False
-        self.scheduler.book.lead.trained(time.monotonic() - start - waited, waited)
+        self.scheduler.book.trained(time.monotonic() - start - waited, waited)
         await self.scheduler.work_changed()
 
     async def _next_batch(self) -> list[RolloutGroup] | None:

@@ -158,14 +158,19 @@ class LeaseDemand:
         return on_lease + self._unverified()
 
     def _unverified(self) -> Counter[bytes]:
-        """Count at most the groups not verified yet, by worker; newcomers as in coming()."""
-        used = Counter(self._progress.used.values())
+        """Count the groups not verified yet, by worker; newcomers as in coming().
+
+        Work on leases of an earlier start counts as whole leases.
+        """
+        used, unjudged = self._progress.used, self._book.unjudged
         staffed = self._book.staffed(self._clock())
         ledger = self._registry.services.ledger
         counted = Counter[bytes]()
-        for node, submissions in ledger.waiting_by_node(self._progress.verified_up_to).items():
-            if not staffed or self._registry.proven(node):
-                counted[node] = (submissions - used[node]) * self._config.rollouts.groups_per_lease
+        for arrival, node, lease_id in ledger.waiting(self._progress.verified_up_to):
+            if arrival not in used and (not staffed or self._registry.proven(node)):
+                grant = unjudged.get(lease_id)
+                whole = self._config.rollouts.groups_per_lease
+                counted[node] += len(grant.lease.tasks) if grant else whole
         return counted
 
 
@@ -256,11 +261,13 @@ class TaskSupply:
             self._short.set()  # run() fails with the same error, and ends the run
             raise RemoteProtocolError(Reason.BUSY, "the trainer's environment fails") from error
 
-    def is_ready(self) -> bool:
-        """Return whether the tasks of another lease are prepared."""
-        self._short.set()
-        upcoming = self._book.upcoming(self._number, 1)
-        return bool(upcoming) and all(index in self.digests for index in upcoming)
+    def is_ready(self, leases: int = 1) -> bool:
+        """Return whether the tasks of so many further leases are prepared."""
+        upcoming = self._book.upcoming(self._number, leases)
+        ready = bool(upcoming) and all(index in self.digests for index in upcoming)
+        if not ready:
+            self._short.set()
+        return ready
 
     async def _prepare(self, leases: int) -> bool:
         """Make the missing digests of the next leases; return whether there were any.
@@ -287,11 +294,13 @@ class TaskSupply:
         """List the tasks of the next leases. Raises EnvironmentFailed if only unfit ones are left."""
         book, queue = self._book, self._book.tasks[self._number]
         upcoming = book.upcoming(self._number, leases)
-        out = (*book.held.values(), *book.unjudged.values())
         if (
             not upcoming
             and queue.unfit
-            and all(grant.lease.environment != self._number for grant in out)
+            and all(
+                grant.lease.environment != self._number
+                for grant in (*book.held.values(), *book.unjudged.values())
+            )
         ):
             raise EnvironmentFailed(
                 self._too_long(f"none of its {len(queue.unfit)} remaining prompts fits")
@@ -328,7 +337,8 @@ class TaskSupply:
         )
 
     def complete(self, lease: Lease) -> Lease:
-        """Return a lease of these tasks with all data that a worker needs."""
+        """Return a granted lease of these tasks with all data that a worker needs; prepare further tasks."""
+        self._short.set()
         return lease
 
 
@@ -356,25 +366,26 @@ class LeaseScheduler:
 
     async def work_changed(self) -> None:
         """Answer waiting lease requests for which there is work now: capacity may have grown."""
-        exhausted = False  # as for most of hundreds that wait: one look, and not one for each
-        for node, pending in list(self.registry.pending.items()):
-            worker = self.registry.workers[node]
-            if worker.left or worker.verdicts:
-                self._answer(node, [])
-            elif not exhausted and self.registry.proven(node):
-                if leases := self._grant(node, pending.wanted):
-                    self._answer(node, leases)
-                else:
-                    exhausted = self.demand.exhausted()
+        if (
+            not self.demand.exhausted()
+        ):  # as mostly, where hundreds wait: one look, and not one for each
+            self._serve_proven()
         self._serve_newcomers()
 
-    def _answer(self, node: bytes, leases: list[bytes]) -> None:
-        """End a node's wait for leases, if it waits."""
-        pending = self.registry.pending.pop(node, None)
-        if pending is not None:
-            pending.leases = leases
-            pending.answered.set()
-            self.book.newcomers.leave(node, pending.origin, time.time())
+    def _serve_proven(self) -> None:
+        """Lease to the proven nodes that wait and may hold more, those first that hold nothing."""
+        book, now = self.book, time.time()
+        waiting = [
+            node
+            for node, pending in self.registry.pending.items()
+            if pending.proven and node not in book.full and not book.resting(node, now)
+        ]
+        waiting.sort(key=book.held.nodes.__contains__)
+        for node in waiting:
+            if leases := self._grant(node, self.registry.pending[node].wanted):
+                self.registry.answer(node, leases)
+            elif self.demand.exhausted() or not self._ready():
+                return
 
     def take_back(self, now: float) -> list[Held]:
         """Take back the leases that expired or whose stage 0 is lost.
@@ -419,9 +430,9 @@ class LeaseScheduler:
             await self.work_changed()
         if request.wanted:
             leases = min(request.wanted, self.book.policy.leases_per_worker)
-            able = self.registry.leasable(peer)
-            ready = (self.tasks[number].make_ready(leases) for number in able)
-            await asyncio.gather(*ready)
+            able = (self.tasks[number] for number in self.registry.leasable(peer))
+            short = [supply.make_ready(leases) for supply in able if not supply.is_ready(leases)]
+            await asyncio.gather(*short)
         leases = await self._wait_for_work(worker, peer, request.wanted) if request.wanted else []
         before, after = self.registry.sources(peer)
         verdicts = take_verdicts(worker.verdicts)
@@ -446,15 +457,16 @@ class LeaseScheduler:
 
     async def _wait_for_work(self, worker: WorkerState, peer: bytes, wanted: int) -> list[bytes]:
         """Grant leases to `peer` as soon as there is work; none after a while, or with a verdict."""
-        self._answer(peer, [])  # a new request makes its earlier one obsolete
+        self.registry.answer(peer)  # a new request makes its earlier one obsolete
         if worker.left:  # while its tasks were made: it said goodbye, or its key was retired
             return []
         proven = self.registry.proven(peer)
         if proven and (leases := self._grant(peer, wanted)):
             return leases
-        pending = self.registry.pending[peer] = PendingRequest(wanted, self.registry.origin(peer))
+        origin = self.registry.origin(peer)
+        pending = self.registry.pending[peer] = PendingRequest(wanted, origin, proven)
         if not proven:
-            self.book.newcomers.enter(peer, pending.origin, time.time())
+            self.book.newcomers.enter(peer, origin, time.time())
             self._serve_newcomers()
         try:
             if not worker.verdicts:
@@ -464,7 +476,7 @@ class LeaseScheduler:
             pass  # nothing to do right now; the reply has a retry delay
         finally:
             if self.registry.pending.get(peer) is pending:
-                self._answer(peer, [])
+                self.registry.answer(peer)
         return pending.leases
 
     def _hold_s(self, proven: bool) -> float:
@@ -490,7 +502,7 @@ class LeaseScheduler:
             node = self.book.next_newcomer(free, time.time(), able)
             if node is None or not (leases := self._grant(node, 1)):
                 return
-            self._answer(node, leases)
+            self.registry.answer(node, leases)
 
     def _no_lease(self, peer: bytes, now: float) -> str:
         """Return why an admitted node gets no lease now, for its operator."""
@@ -501,7 +513,7 @@ class LeaseScheduler:
             return (
                 f"this node rests {rest:.0f} s, as its leases did not come back or brought nothing"
             )
-        if any(grant.node == peer for grant in self.book.held.values()):
+        if peer in self.book.held.nodes:
             return "it holds as many leases as its record allows"
         if waiting := self.registry.waits_for_bounds(peer):
             return waiting
@@ -534,7 +546,7 @@ class LeaseScheduler:
         playable = self.registry.leasable(peer)
         named = self.registry.named(peer)
         share = LeaseShare(
-            waiting=frozenset(node for node in self.registry.pending if self.registry.proven(node)),
+            waiting={node for node, other in self.registry.pending.items() if other.proven},
             earned=math.inf if named else reputation.accepted / self.book.policy.largest_group,
             standings={} if named else self.registry.standings(peer),
             newcomer=None if proven else self.registry.origin(peer),

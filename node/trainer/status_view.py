@@ -8,7 +8,7 @@ from ...protocol.version import MAX_NAME
 from ..errors import printable
 from ..ops.figures import MAX_SOURCES, EnvironmentRow, PeerRow, Status
 from ..p2p.services import NodeServices
-from ..p2p.status_view import peer_rows, shown_silence
+from ..p2p.status_view import in_turns, peer_rows, shown_silence
 from .loop import TrainerRole
 from .scheduler import LeaseScheduler
 from .state import Progress
@@ -82,13 +82,13 @@ def _refused(registry: WorkerRegistry, node: bytes) -> str:
     return f"no leases of {', '.join(names)}: too much was rejected: {reason}" if names else ""
 
 
-def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerRow]:
+async def worker_rows(services: NodeServices, scheduler: LeaseScheduler) -> list[PeerRow]:
     """Make the rows of `peers` for a trainer, with leases, reputations and audits."""
     registry, newest = scheduler.registry, scheduler.version
     leases = Counter(grant.node for grant in registry.book.held.values())
     validators = registry.audits.records()
-    rows, tickets = peer_rows(services), registry.ticket_labels()
-    for row in rows:
+    rows, tickets = await peer_rows(services), registry.ticket_labels()
+    async for row in in_turns(rows):
         node = bytes.fromhex(row.id)
         worker = registry.workers.get(node)
         version = worker.stats.version if worker else -1

@@ -333,7 +333,7 @@ class VerificationQueue:
     def _deliver(self, arrived: QueuedSubmission, sealed: bytes) -> None:
         node = arrived.node
         if node in self._registry.workers:
-            self._registry.workers[node].verdicts.append(sealed)
+            self._registry.deliver(node, sealed)
 
 
 class SubmissionQueue(VerificationQueue):

@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,14 +117,18 @@ class WorkerState:
     verdicts: deque[bytes] = field(default_factory=lambda: deque[bytes](maxlen=1024))
 
 
-@dataclass(frozen=True)
-class ChunkHolder:
-    """A worker that others may fetch weights from."""
+@dataclass
+class ChunkHolders:
+    """Workers that others may fetch weights from, in the order of their ranks."""
 
-    rank: int
-    proven: bool
-    record: bytes
-    """Sealed peer record."""
+    ranks: list[int] = field(default_factory=list[int])
+    records: list[bytes] = field(default_factory=list[bytes])
+    """Sealed peer records."""
+
+    def beside(self, rank: int) -> tuple[list[bytes], list[bytes]]:
+        """Return the records before a rank and those after it, the nearest ones first."""
+        begin, end = bisect_left(self.ranks, rank), bisect_right(self.ranks, rank)
+        return self.records[:begin][::-1], self.records[end:]
 
 
 @dataclass
@@ -132,6 +137,8 @@ class PendingRequest:
 
     wanted: int
     origin: Origin
+    proven: bool
+    """As the request came: a verdict, which may change that, answers it."""
     leases: list[bytes] = field(default_factory=list[bytes])
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with leases, or when the reply has other content."""
@@ -178,7 +185,7 @@ class WorkerRegistry:
         self._sweep_at = -math.inf
         self.trim: Callable[[], None] = trim_heap
         """Called when rows were dropped."""
-        self._sources: list[ChunkHolder] = []
+        self._sources = self._proven_sources = ChunkHolders()
         self._sources_at = -math.inf
         self._able: Counter[int] = Counter()
         self._able_at = -math.inf
@@ -280,6 +287,7 @@ class WorkerRegistry:
             self.book.nodes[successor] = self.book.nodes.pop(node)
         if node in self.workers:
             self.workers[node].left = True
+            self.answer(node)
             self.pipelines.left(node)
         self._sources_at = -math.inf  # it may be listed as a source for others no more
         self.services.peers.retire(node)
@@ -470,6 +478,7 @@ class WorkerRegistry:
         """Record that a worker leaves, in order or because of the error in `detail`."""
         worker = self.get(node)
         worker.left = True
+        self.answer(node)
         self.pipelines.left(node)
         if detail not in ("", LEAVING):
             worker.failure = printable(detail, MAX_NAME)
@@ -485,6 +494,19 @@ class WorkerRegistry:
             if record.node != peer:
                 raise RemoteProtocolError(Reason.WRONG_SIGNER, "a record of another node")
             self.services.peers.learn(record, sealed)
+
+    def answer(self, node: bytes, leases: Sequence[bytes] = ()) -> None:
+        """End a node's wait for leases, if it waits."""
+        pending = self.pending.pop(node, None)
+        if pending is not None:
+            pending.leases.extend(leases)
+            pending.answered.set()
+            self.book.newcomers.leave(node, pending.origin, time.time())
+
+    def deliver(self, node: bytes, verdict: bytes) -> None:
+        """Hand an admitted worker a sealed verdict: at once if it waits, else with its next reply."""
+        self.workers[node].verdicts.append(verdict)
+        self.answer(node)
 
     def warnings(self) -> list[str]:
         """Return warnings about failing tickets, unplayable environments and workers that choose their work.
@@ -508,14 +530,15 @@ class WorkerRegistry:
     def _choices(self) -> list[str]:
         """Describe the workers that play only what the run has enough of, and those that hand leases back."""
         staffed, now, lines = self.staffed(), time.time(), list[str]()
-        waiting: Counter[frozenset[int]] = Counter(
+        since = self.clock() - GONE_S
+        present: Counter[frozenset[int]] = Counter(
             worker.playable
             for worker in self.workers.values()
-            if not worker.left
-            and worker.heard >= self.clock() - GONE_S
-            and self.book.ahead(worker.playable, staffed, now)
+            if not worker.left and worker.heard >= since
         )
-        for playable, count in waiting.items():
+        for playable, count in present.items():
+            if not self.book.ahead(playable, staffed, now):
+                continue
             names = ", ".join(repr(self.environments[number].name) for number in sorted(playable))
             lines.append(
                 f"{count} worker(s) play {names} alone, of which the run has a batch more than its ratio: they "
@@ -616,13 +639,12 @@ class WorkerRegistry:
         self._sweep_at = now + SWEEP_S
         self.end_bans(time.time())
         self.sessions.sweep()
-        holders = {grant.node for grant in self.book.held.values()}
         rows = len(self.workers)
         for node, worker in list(self.workers.items()):
             if now - worker.heard < AWAY_S or node in self.pending:
                 continue
             worker.verdicts.clear()
-            if node not in holders and self._remembers_nothing(node):
+            if node not in self.book.held.nodes and self._remembers_nothing(node):
                 del self.workers[node]
                 self.book.forget(node)
                 self.reputations.pop(node, None)
@@ -881,11 +903,11 @@ class WorkerRegistry:
         """If there are too many workers, forget the newcomer without leases that was silent longest."""
         if len(self.workers) < MAX_WORKERS:
             return
-        holders = {grant.node for grant in self.book.held.values()}
+        busy = self.book.held.nodes | self.pending.keys()
         idle = [
             (worker.heard, node)
             for node, worker in self.workers.items()
-            if not self.proven(node) and node not in holders and node not in self.pending
+            if node not in busy and not self.proven(node)
         ]
         if not idle:
             return
@@ -907,13 +929,12 @@ class WorkerRegistry:
         """
         now = self.clock()
         if now - self._sources_at >= SOURCES_S:
-            self._sources, self._sources_at = self._find_sources(now), now
-        proven = sum(holder.proven for holder in self._sources)
-        outnumbered = self.proven(peer) and len(self._sources) > 2 * proven
-        sources = [holder for holder in self._sources if holder.proven or not outnumbered]
-        me = self.workers[peer].rank
-        before = [holder.record for holder in reversed(sources) if holder.rank < me]
-        after = [holder.record for holder in sources if holder.rank > me]
+            self._find_sources(now)
+            self._sources_at = now
+        sources, proven = self._sources, self._proven_sources
+        if self.proven(peer) and len(sources.ranks) > 2 * len(proven.ranks):
+            sources = proven
+        before, after = sources.beside(self.workers[peer].rank)
         # The last to be admitted has nobody after it: it needs as many to choose from as the others.
         return (
             _near_and_far(before, peer, 2 * MAX_UPSTREAMS - min(len(after), MAX_UPSTREAMS)),
@@ -928,23 +949,24 @@ class WorkerRegistry:
             row.sealed for row in rows if row.record is not None and row.record.share_address
         )
 
-    def _find_sources(self, now: float) -> list[ChunkHolder]:
-        """Return the workers that others can fetch from, by rank; only some of the newcomers."""
-        holders: list[ChunkHolder] = []
+    def _find_sources(self, now: float) -> None:
+        """Find the workers that others can fetch from; only some of the newcomers."""
+        proven: dict[int, bytes] = {}
+        newcomers: dict[int, bytes] = {}
         for node, worker in self.workers.items():
             silent = now - worker.asked >= ALIVE_S or worker.paused
             if silent or worker.stats.version < 0 or self.refusal(node):
                 continue
             row = self.services.peers.get(node)
             if row.record is not None and row.record.share_address:
-                proven = self._tier(node) == Tier.MEMBER
-                holders.append(ChunkHolder(worker.rank, proven, row.sealed))
-        newcomers = sum(not holder.proven for holder in holders)
-        if newcomers > MAX_NEWCOMER_SOURCES:
-            chosen = set(random.sample(range(newcomers), MAX_NEWCOMER_SOURCES))
-            numbers = itertools.count()
-            holders = [holder for holder in holders if holder.proven or next(numbers) in chosen]
-        return sorted(holders, key=lambda holder: holder.rank)
+                holders = proven if self._tier(node) == Tier.MEMBER else newcomers
+                holders[worker.rank] = row.sealed
+        some = random.sample(list(newcomers.items()), min(len(newcomers), MAX_NEWCOMER_SOURCES))
+        self._proven_sources = ChunkHolders(
+            sorted(proven), [proven[rank] for rank in sorted(proven)]
+        )
+        every = proven | dict(some)
+        self._sources = ChunkHolders(sorted(every), [every[rank] for rank in sorted(every)])
 
 
 def _unplayed(environment: EnvironmentContract, *, quarantined: bool) -> str:

@@ -1,6 +1,6 @@
 """Measure what a submission costs a trainer, and how long it waits for its verdict.
 
-    python scripts/bench/submissions.py [--rate 900] [--submissions 200] [--clients N ...] [--quick] [--json F]
+    python scripts/bench/submissions.py [--rate 900] [--submissions 200] [--clients N ...] [--hold S] [--quick]
 
 A real trainer receives bundles of 8 groups of 16 rollouts over iroh on loopback, from workers in another
 process that has replies at hand: alphabet-sort of one turn, prompts of some 60 tokens, replies of 96, 49,152 in
@@ -10,10 +10,13 @@ publishing. The learner encodes its batches; the process that audits reads its i
 
 First the workers send as fast as they are leased, then --rate rollouts a second. With several --clients the
 first part is measured with each number of workers: the rate, the trainer's memory, how long a request takes
-that waits for no work, of which each client makes one every two seconds. Time from arrival to verdict
-begins where the bytes are whole, and ends where the signed verdict is in the ledger. CPU is the process's own;
-where it goes is sampled every few milliseconds, by the CPU time of each thread. It grows with other load on the
-machine: compare within one run.
+that waits for no work, of which each client makes one every two seconds. These are timed by TIMERS of the
+workers, which have a process of their own and ask more often: the others' process is busy itself. With --hold
+they then go on for so many seconds, and memory, files and tasks of the trainer are watched.
+
+Time from arrival to verdict begins where the bytes are whole, and ends where the signed verdict is in the
+ledger. CPU is the process's own; where it goes is sampled every few milliseconds, by the CPU time of each
+thread. It grows with other load on the machine: compare within one run.
 """
 
 import argparse
@@ -31,7 +34,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -103,7 +106,7 @@ BUNDLE = 128
 """Rollouts of a submission."""
 DEADLINE_S = 120.0
 START_S = 600.0
-END = "end\n"
+END, AGAIN = "end\n", "again\n"
 SAMPLE_S = 0.01
 IDLE = frozenset(("select", "wait", "_worker", "get"))
 """Functions in which a thread waits."""
@@ -111,8 +114,11 @@ MOST_PEERS = 256
 """`network.max_peers` by default; newcomers may have half of the places, and a worker takes several."""
 LEASES = 3
 """Leases that a worker holds at a time, beside the one that it submits."""
-PROBE_S = 2.0
-"""Pause between a client's requests that wait for no work."""
+PROBE_S, TIMED_PROBE_S = 2.0, 0.1
+"""Pause between a client's requests that wait for no work; of a client that times them."""
+TIMERS = 2
+HELD_S, GROWTH = 15.0, 0.03
+"""Seconds between two looks at a trainer that is held; most growth of its memory."""
 NATS = 0.9
 """Mean surprise of a token that a small model draws."""
 TEMPLATE = (
@@ -308,7 +314,8 @@ class Pace:
 class Worker:
     """A key that takes leases and answers them with replies at hand."""
 
-    def __init__(self, text: str, replies: Replies, pace: Pace) -> None:
+    def __init__(self, text: str, replies: Replies, pace: Pace, probe_s: float) -> None:
+        self._probe_s = probe_s
         self._ticket: Ticket = tickets.read(text, now=int(time.time()))
         self._sealed_ticket = tickets.sealed_bytes(text)
         self._replies = replies
@@ -320,8 +327,10 @@ class Worker:
         self._links = ConnectionPool(self._transport, peers, connect_timeout_s=DEADLINE_S)
         self.outcomes: Counter[str] = Counter()
         """Rollouts by outcome, of the verdicts that were received."""
-        self.probes: deque[float] = deque(maxlen=64)
+        self.probes: deque[float] = deque(maxlen=4096)
         """Seconds that the latest requests took that wait for no work."""
+        self.late: deque[float] = deque(maxlen=4096)
+        """Seconds by which this process was late to make them: as much of their time may be its own."""
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -341,11 +350,11 @@ class Worker:
         expires = int(time.time()) + 3600
         record = seal(self._key, Purpose.PEER, self._ticket.run, body, expires=expires)
         hello = Hello(WIRE_VERSION, "inference", "bench", self._sealed_ticket, record)
-        await self._ask(hello, Welcome)
+        await self._ask(hello, Welcome, START_S)
 
-    async def _ask(self, request: Any, kind: type[Any]) -> Any:
+    async def _ask(self, request: Any, kind: type[Any], within_s: float = DEADLINE_S) -> Any:
         """Ask until there is an answer: newcomers share a number of connections, and of requests a second."""
-        until = time.monotonic() + DEADLINE_S
+        until = time.monotonic() + within_s
         while True:
             try:
                 return await self._links.request(
@@ -373,10 +382,12 @@ class Worker:
     async def _probe(self) -> None:
         """Time requests that wait for no work, as those of a proven worker that has enough of it."""
         while True:
-            await asyncio.sleep(PROBE_S * (0.5 + random.random()))
+            due = time.monotonic() + self._probe_s * (0.5 + random.random())
+            await asyncio.sleep(due - time.monotonic())
             if not self.outcomes["accepted"]:
                 continue
             began = time.monotonic()
+            self.late.append(began - due)
             await self._ask(LeaseRequest(0, WorkerStats(0)), LeaseReply)
             self.probes.append(time.monotonic() - began)
 
@@ -415,12 +426,13 @@ class Worker:
                     await asyncio.sleep(0.5 + random.random())
 
 
-async def work(ticket: str, model: Path, clients: int) -> None:
-    """Run the workers. Each line of standard input is a new rate, or END.
+async def work(ticket: str, model: Path, clients: int, probe_s: float) -> None:
+    """Run the workers. Each line of standard input is a new rate, END, or AGAIN, from which on probes count.
 
     Prints the outcomes of rollouts, and the seconds of the latest probes, as JSON.
     """
-    os.nice(5)  # the trainer goes first: workers have machines of their own
+    if probe_s == PROBE_S:
+        os.nice(5)  # the trainer goes first: workers have machines of their own
     environment = VerifiersEnvironment(
         EnvironmentConfig.model_validate(ENVIRONMENT),
         model_dir=model,
@@ -433,14 +445,20 @@ async def work(ticket: str, model: Path, clients: int) -> None:
     plain = [token for token in range(8, 1000) if chat.text([token]).isalpha()]
     pace = Pace()
     replies = Replies(environment, plain, chat.stop_token_ids[0])
-    workers = [Worker(ticket, replies, pace) for _ in range(clients)]
+    workers = [Worker(ticket, replies, pace, probe_s) for _ in range(clients)]
 
     async def obey() -> None:
         while (line := await asyncio.to_thread(sys.stdin.readline)) and line != END:
-            pace.rate = float(line)
+            if line == AGAIN:
+                for worker in workers:
+                    worker.probes.clear()
+                    worker.late.clear()
+            else:
+                pace.rate = float(line)
         outcomes = sum((worker.outcomes for worker in workers), Counter[str]())
         probes = [seconds for worker in workers for seconds in worker.probes]
-        print(json.dumps({"outcomes": outcomes, "probes": probes}), flush=True)
+        late = [seconds for worker in workers for seconds in worker.late]
+        print(json.dumps({"outcomes": outcomes, "probes": probes, "late": late}), flush=True)
         os._exit(0)  # skips an orderly shutdown of the endpoints
 
     async with asyncio.TaskGroup() as tasks:
@@ -610,15 +628,35 @@ class Row:
     memory_mb: float
     """Resident memory of the trainer's process at the end, and how much more than at the beginning."""
     grown_mb: float
+    request_50_s: float = 0.0
     request_99_s: float = 0.0
-    """Time of a request that waits for no work, 99 % of them, as the clients measure it."""
+    """Time of a request that waits for no work, median and 99 % of them, as the timing clients measure it."""
+    late_99_s: float = 0.0
+    """Time by which these clients were late themselves."""
+    load: float = 0.0
+    """Load of the machine at the end, over a minute."""
+    reasons: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rejected rollouts by reason."""
+    held: Sequence["Look"] = ()
+
+
+@dataclass
+class Look:
+    """What a trainer holds at a time."""
+
+    at_s: float
+    memory_mb: float
+    files: int
+    tasks: int
+    accepted: int
+    """Rollouts so far."""
 
 
 class Processes:
     """CPU seconds of the trainer's process and of its children."""
 
-    def __init__(self, workers: int) -> None:
-        """`workers` is the process of the workers, which does not count."""
+    def __init__(self, *workers: int) -> None:
+        """`workers` are the processes of the workers, which do not count."""
         self._workers = workers
 
     def spent(self) -> dict[str, float]:
@@ -626,7 +664,7 @@ class Processes:
         own = psutil.Process()
         seconds = {"daemon": _cpu_s(own), "environment": 0.0, "audit": 0.0}
         for child in own.children(recursive=True):
-            if child.pid != self._workers:
+            if child.pid not in self._workers:
                 with suppress(psutil.NoSuchProcess):
                     command = " ".join(child.cmdline())
                     seconds["audit" if "--audit" in command else "environment"] += _cpu_s(child)
@@ -681,7 +719,27 @@ async def measure(
         where,
         psutil.Process().memory_info().rss / 1e6,
         (psutil.Process().memory_info().rss - memory) / 1e6,
+        load=os.getloadavg()[0],
+        reasons=dict(Counter(after["rejected"]) - Counter(before["rejected"])),
     )
+
+
+async def hold(swarm: LoadedSwarm, seconds: float) -> list[Look]:
+    """Let the run go on for so long, and look at the trainer's process meanwhile."""
+    process, began, looks = psutil.Process(), time.monotonic(), list[Look]()
+    while not looks or looks[-1].at_s < seconds:
+        await asyncio.sleep(HELD_S if looks else 0.0)
+        accepted = (await swarm.trainer.status())["accepted"]
+        looks.append(
+            Look(
+                time.monotonic() - began,
+                process.memory_info().rss / 1e6,
+                process.num_fds(),
+                len(asyncio.all_tasks()),
+                accepted,
+            )
+        )
+    return looks
 
 
 def audited_share(data_dir: Path) -> float:
@@ -713,29 +771,53 @@ async def run(directory: Path, options: argparse.Namespace, clients: int) -> lis
         directory, model, max_steps=10**6, trainer_ledger=TimedLedger, **settings
     ) as swarm:
         await swarm.start_trainer(network={"max_peers": max(MOST_PEERS, 4 * clients)})
-        pipe = asyncio.subprocess.PIPE
-        workers = await asyncio.create_subprocess_exec(
-            *(sys.executable, __file__, "--work", swarm.ticket, str(model), str(clients)),
-            stdin=pipe,
-            stdout=pipe,
-        )
-        assert workers.stdin is not None
-        processes = Processes(workers.pid)
-        await swarm.wait_step(options.warm, timeout=START_S)  # workers are trusted by then
+        timing = await start_workers(swarm.ticket, model, TIMERS, TIMED_PROBE_S)
+        others = await start_workers(swarm.ticket, model, clients - TIMERS, PROBE_S)
+        processes = Processes(timing.pid, others.pid)
+        async with asyncio.timeout(START_S):
+            while (await swarm.trainer.status())["version"] < options.warm:  # noqa: ASYNC110
+                await asyncio.sleep(2.0)  # a status of hundreds of workers takes a while
+        tell(AGAIN, timing)
         name = f"{clients} clients, as leased"
         rows = [await measure(swarm, name, 0.0, options.submissions, processes)]
-        if len(options.clients) == 1:
-            workers.stdin.write(b"%f\n" % options.rate)
+        answer = json.loads((await timing.communicate(END.encode()))[0])
+        rows[0] = replace(
+            rows[0],
+            request_50_s=share_of(answer["probes"], 0.5),
+            request_99_s=share_of(answer["probes"], 0.99),
+            late_99_s=share_of(answer["late"], 0.99),
+            held=await hold(swarm, options.hold) if options.hold else (),
+        )
+        if len(options.clients) == 1 and not options.hold:
+            tell(f"{options.rate}\n", others)
             await asyncio.sleep(5.0)  # what waited is judged
             rows.append(await measure(swarm, "paced", options.rate, options.submissions, processes))
-        printed, _ = await workers.communicate(END.encode())
-        answer = json.loads(printed)
-        probes = sorted(answer["probes"])
-        rows[0] = replace(
-            rows[0], request_99_s=probes[int(0.99 * len(probes))] if probes else math.inf
-        )
-        print(f"verdicts that workers read: {answer['outcomes']}")
+        printed, _ = await others.communicate(END.encode())
+        print(f"verdicts that workers read: {json.loads(printed)['outcomes']}")
     return rows
+
+
+async def start_workers(
+    ticket: str, model: Path, clients: int, probe_s: float
+) -> asyncio.subprocess.Process:
+    """Start a process of workers."""
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, __file__, "--work", ticket, str(model), str(clients), str(probe_s)),
+        stdin=pipe,
+        stdout=pipe,
+    )
+
+
+def tell(line: str, workers: asyncio.subprocess.Process) -> None:
+    """Give workers a line; see work()."""
+    assert workers.stdin is not None
+    workers.stdin.write(line.encode())
+
+
+def share_of(seconds: Sequence[float], share: float) -> float:
+    """Return the time that a share of the times does not exceed; infinite without any."""
+    return sorted(seconds)[int(share * len(seconds))] if seconds else math.inf
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -743,7 +825,8 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         print(
             f"{row.name}: {row.accepted_per_s:.0f} rollouts/s accepted (offered "
-            f"{row.offered_per_s or math.inf:.0f}), {row.rejected} rejected, {row.audited:.0%} audited, "
+            f"{row.offered_per_s or math.inf:.0f}), {row.rejected} rejected {dict(row.reasons)}, "
+            f"{row.audited:.0%} audited, "
             f"{row.submissions} submissions, verdict after {row.judged_s:.3f} s (95 %: {row.judged_95_s:.3f})\n"
             f"  CPU ms a rollout: daemon {row.daemon_ms:.3f}, environment {row.environment_ms:.3f}, audit "
             f"{row.audit_ms:.3f}; daemon {row.daemon_cores:.2f} cores, {row.memory_mb:.0f} MB "
@@ -751,7 +834,14 @@ def show(rows: Sequence[Row]) -> None:
         )
         if row.request_99_s:
             print(
-                f"  99 % of the requests that wait for no work took {row.request_99_s:.3f} s at most"
+                f"  requests that wait for no work took {row.request_50_s:.3f} s, 99 % of them "
+                f"{row.request_99_s:.3f} s at most; who timed them was late by {row.late_99_s:.3f} s; load "
+                f"{row.load:.1f}"
+            )
+        for look in row.held:
+            print(
+                f"  after {look.at_s:.0f} s: {look.memory_mb:.0f} MB, {look.files} files, {look.tasks} tasks, "
+                f"{look.accepted} rollouts"
             )
         for work, ms in row.where.items():
             if ms >= 0.01:
@@ -762,6 +852,13 @@ def judge(rows: Sequence[Row], rate: float) -> list[Goal]:
     """Compare with the goals."""
     rejected = at_most("rollouts that were rejected", float(sum(row.rejected for row in rows)), 0.0)
     fast, *others = rows
+    if fast.held:
+        first, last = fast.held[0], fast.held[-1]
+        return [
+            at_most("growth of the memory", last.memory_mb / first.memory_mb - 1.0, GROWTH),
+            at_most("growth of open files", float(last.files - first.files), TIMERS),
+            rejected,
+        ]
     if others[-1:] and others[-1].offered_per_s == 0:
         most = others[-1]
         share = most.accepted_per_s / fast.accepted_per_s
@@ -790,15 +887,16 @@ def main() -> int:
     parser.add_argument("--submissions", type=int, default=200, help="of each measurement")
     parser.add_argument("--warm", type=int, default=30, help="steps before the first measurement")
     parser.add_argument("--clients", type=int, nargs="+", default=[WORKERS], metavar="N")
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--hold", type=float, default=0.0, metavar="S", help="seconds to go on")
+    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--audit", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.audit:
         serve_audits(CleanMeasurer)
     logging.basicConfig(level=logging.ERROR)
     if options.work:
-        ticket, model, clients = options.work
-        asyncio.run(work(ticket, Path(model), int(clients)))
+        ticket, model, clients, probe_s = options.work
+        asyncio.run(work(ticket, Path(model), int(clients), float(probe_s)))
     if options.quick:
         options.submissions, options.rate, options.warm = 16, 200.0, 4
     share_python()
@@ -808,8 +906,8 @@ def main() -> int:
         TimedLedger.judged.clear()
         with tempfile.TemporaryDirectory() as directory:
             os.environ["XDG_RUNTIME_DIR"] = directory  # not in the user's list of running nodes
-            rows += asyncio.run(run(Path(directory), options, clients))
-    show(rows)
+            rows += (made := asyncio.run(run(Path(directory), options, clients)))
+        show(made)
     return conclude([asdict(row) for row in rows], judge(rows, options.rate), options.json)
 
 

@@ -205,11 +205,11 @@ async def test_a_worker_knows_what_its_work_comes_to_and_has_left_when_it_is_sto
         assert "failed" not in await says(swarm.trainer, "1 left")
 
 
-def test_a_peer_that_is_gone_is_silent_for_as_long_as_it_was_not_seen() -> None:
+async def test_a_peer_that_is_gone_is_silent_for_as_long_as_it_was_not_seen() -> None:
     table = PeerTable()
     for node, ago in ((b"a" * 32, 3.0), (b"b" * 32, 90.0), (b"c" * 32, None)):
         table.get(node).last_seen = 0.0 if ago is None else time.time() - ago
-    rows = peer_rows(bare_services(peers=table))
+    rows = await peer_rows(bare_services(peers=table))
     assert [round(row.silent_s) for row in sorted(rows, key=lambda row: row.id)] == [0, 90, 0]
 
 

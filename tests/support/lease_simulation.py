@@ -115,14 +115,13 @@ class Simulation:
             max_off_policy_steps=self.staleness,
             capacity=buffer.buffer_capacity(self.staleness, self.groups_per_batch),
         )
-        self._unverified: Counter[bytes] = Counter()
+        self._unverified: dict[int, bytes] = {}
+        """Nodes by the leases that they answered."""
         registry = SimpleNamespace(
             book=self.book,
             present=lambda: len(self.workers),
             proven=lambda node: True,  # pyright: ignore[reportUnknownLambdaType]
-            services=SimpleNamespace(
-                ledger=SimpleNamespace(waiting_by_node=lambda _: self._unverified)  # pyright: ignore
-            ),
+            services=SimpleNamespace(ledger=SimpleNamespace(waiting=self._waiting)),
         )
         self.demand = LeaseDemand(
             config, cast(Any, registry), self.buffer, self.progress, clock=lambda: self.now
@@ -148,6 +147,10 @@ class Simulation:
             event()
         self.now = end
         return self.steps - before
+
+    def _waiting(self, arrival: int) -> list[tuple[int, bytes, int]]:
+        """See Ledger.waiting()."""
+        return [(lease, node, lease) for lease, node in self._unverified.items()]
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), event))
@@ -183,11 +186,11 @@ class Simulation:
         if lease.lease_id not in self.book.held:
             return  # too late
         self.book.settle(lease.lease_id, worker.node, self.now)
-        self._unverified[worker.node] += 1
+        self._unverified[lease.lease_id] = worker.node
         self._at(self.now + VERIFY_S, lambda: self._judge(worker, lease, share, version))
 
     def _judge(self, worker: SimulatedWorker, lease: Lease, share: float, version: int) -> None:
-        self._unverified[worker.node] -= 1
+        del self._unverified[lease.lease_id]
         good = round(share * len(lease.tasks))
         kept = 0
         for task in lease.tasks[:good]:
@@ -233,7 +236,7 @@ class Simulation:
         self.progress.step = self.steps
         self.progress.training = False
         self.buffer.advance(self.steps)
-        self.book.lead.trained(self.train_s, waited)
+        self.book.trained(self.train_s, waited)
         self._waiting_since = self.now
         self.batches.begin()
         self._cut()

@@ -278,10 +278,25 @@ class BookMachine(RuleBasedStateMachine):
         everything = [*out, *self.book.tasks[0].requeued, *self.done]
         assert sorted(everything) == list(range(self.book.tasks[0].next_task))
 
+    @invariant()
+    def the_leases_of_each_node_are_found_among_all(self) -> None:
+        for table in (self.book.held, self.book.unjudged):
+            for node in (A, B, C):
+                own = {number: one for number, one in table.items() if one.node == node}
+                assert table.of(node) == own
+                assert (node in table.nodes) == bool(own)
+
+    @invariant()
+    def who_counts_as_full_may_hold_no_more(self) -> None:
+        for node in self.book.full:
+            leases, groups = self.book.quota(node, 1.0)
+            held = self.book.held.of(node).values()
+            assert len(held) >= leases or sum(len(one.lease.tasks) for one in held) >= groups
+
     @rule(turnaround_s=st.floats(0, 1000), step_s=st.floats(0, 1000))
     def measure(self, turnaround_s: float, step_s: float) -> None:
         self.book.lead.returned(8, 8, turnaround_s)
-        self.book.lead.trained(step_s)
+        self.book.trained(step_s)
 
     @invariant()
     def work_in_the_system_never_exceeds_what_staleness_allows(self) -> None:

@@ -280,6 +280,19 @@ async def test_what_is_used_and_waits_to_be_judged_is_not_waited_for(tmp_path: P
         assert swarm.recorder.batches == [{A[0]: 8}] * 3
 
 
+async def test_work_that_waits_counts_as_the_groups_of_its_lease(tmp_path: Path) -> None:
+    async with world(tmp_path) as swarm:
+        assert swarm.lease(B) == 4
+        swarm.deliver(A, 8)
+        assert swarm.lease(C) == 2, "all that is left of 1.75 batches"
+        [number] = swarm.book.held.of(C)
+        swarm.ledger.receive(digest(b"bundle"), number, C, b"sealed", 7)
+        swarm.book.settle(number, C, time.time())
+        assert swarm.demand.waiting_groups() == 8 + 2
+        swarm.ledger.receive(digest(b"another"), 1 << 40, C, b"sealed", 7)
+        assert swarm.demand.waiting_groups() == 8 + 2 + 4, "of an earlier start: a whole lease"
+
+
 async def test_a_worker_alone_fills_its_batches(tmp_path: Path) -> None:
     async with world(tmp_path) as swarm:
         for done in range(1, 4):

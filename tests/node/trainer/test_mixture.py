@@ -24,6 +24,7 @@ from primerl.node.environments.environment import EnvironmentFailed, Split, Task
 from primerl.node.errors import UsageError
 from primerl.node.ops.figures import PeerRow
 from primerl.node.p2p.peers import PeerTable
+from primerl.node.p2p.status_view import ROWS_AT_A_TIME
 from primerl.node.storage.ledger import Ledger
 from primerl.node.trainer.audits import AuditQueue
 from primerl.node.trainer.lease_book import LeaseBook, LeaseShare, MixtureShare
@@ -394,7 +395,7 @@ async def test_trust_is_shown_for_each_environment(front: Front) -> None:
     front.registry.reputations[A] = record(sums=1000, words=-30)
     await front.ask(A, None)
     services = front.registry.services
-    row = next(row for row in worker_rows(services, front.scheduler) if row.id == A.hex())
+    row = next(row for row in await worker_rows(services, front.scheduler) if row.id == A.hex())
     assert row.trusts == pytest.approx({"sums": 0.999, "words": 0.008}, abs=2e-3)
     assert row.trust == row.trusts["words"]
     assert row.refused == "no leases of words: too much was rejected: bad_reward"
@@ -405,22 +406,22 @@ async def test_a_worker_whose_engine_starts_is_not_shown_as_long_gone(
 ) -> None:
     await front.ask(A, None)
 
-    def row() -> PeerRow:
-        rows = worker_rows(front.registry.services, front.scheduler)
+    async def row() -> PeerRow:
+        rows = await worker_rows(front.registry.services, front.scheduler)
         return next(row for row in rows if row.id == A.hex())
 
     front.registry.services.peers.get(A).last_seen = time.time() - 77.0
     front.registry.workers[A].stats = WorkerStats(-1)
     silence = {A: 0.0}  # it is connected
     monkeypatch.setattr(front.registry, "silence", silence.__getitem__)
-    assert (row().starting, row().last_seen_s) == (True, 0.0)
-    assert state_of(row()) == "starting its engine, or fetching its first policy"
+    assert ((shown := await row()).starting, shown.last_seen_s) == (True, 0.0)
+    assert state_of(await row()) == "starting its engine, or fetching its first policy"
     silence[A] = 77.0
-    assert not row().starting
-    assert row().last_seen_s == pytest.approx(77.0, abs=60.0)
+    assert not (await row()).starting
+    assert (await row()).last_seen_s == pytest.approx(77.0, abs=60.0)
     silence[A] = 0.0
     front.registry.workers[A].stats = WorkerStats(0)
-    assert not row().starting
+    assert not (await row()).starting
 
 
 OLD = {
@@ -503,11 +504,29 @@ def state(**fields: Any) -> TrainerState:
     return TrainerState(**{**empty, **fields})
 
 
-async def test_where_nothing_is_left_hundreds_that_wait_cost_one_look(front: Front) -> None:
-    front.free, nodes = 0, [digest(b"node %d" % number) for number in range(200)]
+def crowd(front: Front, size: int) -> list[bytes]:
+    """Let proven nodes join."""
+    nodes = [digest(b"node %d" % number) for number in range(size)]
     for node in nodes:
         front.ledger.admit(node, 0)
-        front.registry.reputation(node).record(NAMES[0], 1000, Counter(), time.time())
+        known = front.registry.reputation(node)
+        for name in NAMES:
+            known.record(name, 1000, Counter(), time.time())
+        known.audited = 3000
+    return nodes
+
+
+async def prepare(front: Front, leases: int) -> None:
+    for supply in front.scheduler.tasks:
+        await supply.make_ready(leases)
+
+
+@on_virtual_time
+async def test_where_nothing_is_left_hundreds_that_wait_cost_one_look(
+    front: Front,
+) -> None:
+    nodes = crowd(front, 200)
+    front.free = 0
     async with asyncio.TaskGroup() as tasks:
         waiting = [tasks.create_task(front.ask(node, None, 1)) for node in nodes]
         await until(lambda: len(front.registry.pending) == len(nodes))
@@ -515,7 +534,88 @@ async def test_where_nothing_is_left_hundreds_that_wait_cost_one_look(front: Fro
         await front.scheduler.work_changed()
         assert front.looks <= 2
         front.free = 1000
+        await prepare(front, len(nodes))
         await front.scheduler.work_changed()
-        assert await waiting[0]
+        assert all(await asyncio.gather(*waiting))
+
+
+@on_virtual_time
+async def test_of_hundreds_that_hold_all_they_may_that_one_is_looked_at_whose_work_came_back(
+    front: Front,
+) -> None:
+    nodes, most = crowd(front, 100), front.book.policy.leases_per_worker
+    front.free = 10**6
+    held = {node: await front.ask(node, None, most) for node in nodes}
+    assert {len(leases) for leases in held.values()} == {most}
+    async with asyncio.TaskGroup() as tasks:
+        waiting = [tasks.create_task(front.ask(node, None, 1)) for node in nodes]
+        await until(lambda: len(front.registry.pending) == len(nodes))
+        await front.scheduler.work_changed()
+        await prepare(front, len(nodes))
+        front.looks = 0
+        node = nodes[7]
+        grant = front.book.held[held[node][0].lease_id]
+        front.book.settle(grant.lease.lease_id, node, grant.granted)
+        await front.scheduler.work_changed()
+        assert len(await waiting[7]) == 1
+        assert front.looks <= 3
+        assert len(front.registry.pending) == len(nodes) - 1
         for task in waiting:
             task.cancel()
+
+
+@on_virtual_time
+async def test_who_holds_nothing_is_leased_before_those_that_came_earlier_and_want_more(
+    front: Front,
+) -> None:
+    front.free = 100
+    assert len(await front.ask(A, None, 1)) == 1
+    front.free = 0
+    async with asyncio.TaskGroup() as tasks:
+        more = tasks.create_task(front.ask(A, None, 1))
+        await until(lambda: A in front.registry.pending)
+        first = tasks.create_task(front.ask(B, None, 1))
+        await until(lambda: B in front.registry.pending)
+        front.free = 100
+        await front.scheduler.work_changed()
+        assert [lease.lease_id for lease in await first + await more] == [1, 2]
+
+
+@on_virtual_time
+async def test_a_verdict_ends_the_wait_of_its_node_and_of_no_other(
+    front: Front,
+) -> None:
+    front.free = 0
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(front.scheduler.lease(A, LeaseRequest(1, WorkerStats(7))))
+        other = tasks.create_task(front.scheduler.lease(B, LeaseRequest(1, WorkerStats(7))))
+        await until(lambda: front.registry.pending.keys() == {A, B})
+        front.registry.deliver(A, b"verdict")
+        assert (await asking).verdicts == (b"verdict",)
+        assert front.registry.pending.keys() == {B}
+        other.cancel()
+
+
+@on_virtual_time
+async def test_a_goodbye_ends_a_wait(
+    front: Front,
+) -> None:
+    front.free = 0
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(front.ask(A, None, 1))
+        await until(lambda: A in front.registry.pending)
+        front.registry.goodbye(A, "")
+        assert await asking == []
+
+
+async def test_a_view_of_hundreds_of_peers_leaves_turns_to_others(front: Front) -> None:
+    nodes = crowd(front, 200)
+    for node in nodes:
+        front.registry.services.peers.get(node)
+    viewing = asyncio.create_task(worker_rows(front.registry.services, front.scheduler))
+    turns = 0
+    while not viewing.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 2 * (len(nodes) // ROWS_AT_A_TIME)
+    assert {row.id for row in viewing.result()} >= {node.hex() for node in nodes}
