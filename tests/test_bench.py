@@ -34,7 +34,14 @@ PARTS = {
         "report",
         "trained_model",
     ),
-    *("cheat_node", "engine_alone", "pipeline_stage", "swarm_node", "worker_nodes"),
+    *(
+        "cheat_node",
+        "engine_alone",
+        "hostile_learner",
+        "pipeline_stage",
+        "swarm_node",
+        "worker_nodes",
+    ),
     *("emulated_links", "promises", "service_node", "swarm_links", "trained_model", "wan"),
 }
 """What benchmarks share, and the processes that they start."""

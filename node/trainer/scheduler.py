@@ -366,9 +366,7 @@ class LeaseScheduler:
 
     async def work_changed(self) -> None:
         """Answer waiting lease requests for which there is work now: capacity may have grown."""
-        if (
-            not self.demand.exhausted()
-        ):  # as mostly, where hundreds wait: one look, and not one for each
+        if not self.demand.exhausted():  # else one look, not one for each of hundreds that wait
             self._serve_proven()
         self._serve_newcomers()
 

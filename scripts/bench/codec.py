@@ -47,8 +47,8 @@ from primerl.node.inference.handover import make_delta, shared_file
 from primerl.node.models.huggingface import create, load_model, policy_state
 from primerl.node.process.threads import share_python
 from primerl.node.storage.chunk_store import FileStore
-from primerl.node.trainer.publisher import STORED_AT_ONCE
 from primerl.node.training.snapshot import HostPiece, HostState, TensorDiff
+from primerl.node.weights.artifacts import STORED_AT_ONCE
 from primerl.node.weights.blocks import BLOCK, measure
 from primerl.node.weights.codec import CODEC, encode_delta, encode_full
 from primerl.node.weights.payload import cut, ordered

@@ -272,7 +272,8 @@ class Front:
             MODEL,
             clock=lambda: self.now,
         )
-        publisher, demand = SimpleNamespace(order=(0, 0)), SimpleNamespace(capacity=hundred)
+        publisher = SimpleNamespace(order=(0, 0))
+        demand = SimpleNamespace(capacity=hundred, exhausted=lambda: False)
         self.scheduler = LeaseScheduler(
             registry,
             [TaskSupply(CountingEnvironment(), self.book)],
