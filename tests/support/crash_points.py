@@ -218,7 +218,7 @@ class NotedBackend(WitnessBackend):
 
 
 class NotedKeeper(RolloutKeeper):
-    """Notes what each step leaves untrained: its file, which says so, is written later."""
+    """Notes what each step leaves untrained, and when its file, which says so, is written."""
 
     def __init__(self, *arguments: Any, journal: Journal, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -242,6 +242,10 @@ class NotedKeeper(RolloutKeeper):
         ]
         self._journal.note("sorted", step, [*names_of(untrained), *rejected])
         return closed
+
+    def _write(self, step: TrainedStep, head: bytes) -> None:
+        super()._write(step, head)
+        self._journal.note("kept", step.step)
 
 
 class UnevenAuditor(WitnessAuditor):
@@ -481,6 +485,12 @@ def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], 
     if (logged := promises.steps_logged(run_dir)) != sorted(steps):
         faults.append(f"metrics.jsonl has steps {logged}")
     faults += unnamed(after, steps)
+    kept = set(RolloutFiles(run_dir / "rollouts").steps())
+    faults += [
+        f"the rollouts of step {step} were kept and are gone"
+        for (step,) in after["kept"]
+        if step not in kept
+    ]
     faults += lost_rollouts(run_dir, set(used), promised, after)
     return faults, again
 
