@@ -224,6 +224,11 @@ class NotedKeeper(RolloutKeeper):
         super().__init__(*arguments, **options)
         self._journal = journal
 
+    def lost(self, groups: Sequence[RolloutGroup], reason: str) -> None:
+        """See RolloutKeeper."""
+        super().lost(groups, reason)
+        self._journal.note("swept", names_of(groups))
+
     def trained(
         self,
         step: int,
@@ -533,7 +538,9 @@ def lost_rollouts(
     """Rollouts with a receipt that were not trained on, do not wait, and were not sorted out for a reason.
 
     The reason is in the file of a step's rollouts. A crash may cost that file, which is written once its step
-    is durable: then it counts what the step left untrained as it was closed.
+    is durable: then it counts what the step left untrained as it was closed. Groups that were swept out of the
+    buffer since then are to be in the next step's file: before a crash it counts that they were, unless the
+    newest version's buffer has them.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1)
     buffer = msgspec.msgpack.decode(checkpoints.glance(STEPS + MORE, "buffer"), type=BufferSnapshot)
@@ -548,6 +555,8 @@ def lost_rollouts(
     unkept = {
         rollout for step, names in after["sorted"] if step not in kept.steps() for rollout in names
     }
+    swept = {rollout for (names,) in promised["swept"] for rollout in names}
+    unkept |= swept - set(promised["commit"][-1][3] if promised["commit"] else ())
     received = {name for _, _, names in promised["receipt"] for name in names}
     lost = received - used - waiting - sorted_out - unkept
     return [f"rollout {name} had a receipt and is lost" for name in sorted(lost)]
