@@ -426,9 +426,10 @@ def crash(directory: Path, model: Path, at: int) -> CrashedRun:
     change, changes = (noted, 0) if code == CRASHED else ("", int(noted))
     promised = read_journal(journal)
     left = left_behind(nodes, promised)
+    buffered = saved_buffer(nodes / RUN)
     if code := ended(fork(second, log)):
         return CrashedRun(at, change, [f"it did not go on (exit code {code}): {tail(log)}"])
-    faults, again = check(nodes, promised, read_journal(journal))
+    faults, again = check(nodes, promised, read_journal(journal), buffered)
     faults = [*left, *faults]
     unkept = STEPS + MORE - len(RolloutFiles(nodes / RUN / "rollouts").steps())
     return CrashedRun(at, change, faults, again, unkept, changes)
@@ -459,10 +460,12 @@ def read_journal(journal: Path) -> Promises:
     return lines
 
 
-def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], int]:
+def check(
+    nodes: Path, promised: Promises, after: Promises, buffered: AbstractSet[str]
+) -> tuple[list[str], int]:
     """What is wrong with a run that went on to its end, and how many steps it trained again.
 
-    `promised` was noted before the crash, `after` by the end.
+    `promised` was noted before the crash, `after` by the end. It went on with the rollouts `buffered`.
     """
     run_dir = nodes / RUN
     faults = promises.broken(run_dir, [nodes / name for name in WORKERS], witness(after))
@@ -496,7 +499,7 @@ def check(nodes: Path, promised: Promises, after: Promises) -> tuple[list[str], 
         for (step,) in after["kept"]
         if step not in kept
     ]
-    faults += lost_rollouts(run_dir, set(used), promised, after)
+    faults += lost_rollouts(run_dir, set(used), promised, after, buffered)
     return faults, again
 
 
@@ -532,15 +535,28 @@ def names_of(groups: Sequence[RolloutGroup]) -> list[str]:
     ]
 
 
+def saved_buffer(run_dir: Path) -> set[str]:
+    """The rollouts that wait in the buffer with which a run goes on."""
+    saved = [(step, parts["buffer"]) for step, parts in promises.saved_parts(run_dir)]
+    if not saved:
+        return set()
+    _, data = max(saved)
+    return set(names_of(msgspec.msgpack.decode(data, type=BufferSnapshot).groups))
+
+
 def lost_rollouts(
-    run_dir: Path, used: AbstractSet[str], promised: Promises, after: Promises
+    run_dir: Path,
+    used: AbstractSet[str],
+    promised: Promises,
+    after: Promises,
+    buffered: AbstractSet[str],
 ) -> list[str]:
     """Rollouts with a receipt that were not trained on, do not wait, and were not sorted out for a reason.
 
     The reason is in the file of a step's rollouts. A crash may cost that file, which is written once its step
     is durable: then it counts what the step left untrained as it was closed. Groups that were swept out of the
-    buffer since then are to be in the next step's file: before a crash it counts that they were, unless the
-    newest version's buffer has them.
+    buffer since then are to be in the next step's file: before a crash it counts that they were, unless the run
+    went on with them.
     """
     checkpoints = Checkpoints(run_dir / "checkpoints", keep_last=1)
     buffer = msgspec.msgpack.decode(checkpoints.glance(STEPS + MORE, "buffer"), type=BufferSnapshot)
@@ -556,7 +572,7 @@ def lost_rollouts(
         rollout for step, names in after["sorted"] if step not in kept.steps() for rollout in names
     }
     swept = {rollout for (names,) in promised["swept"] for rollout in names}
-    unkept |= swept - set(promised["commit"][-1][3] if promised["commit"] else ())
+    unkept |= swept - buffered
     received = {name for _, _, names in promised["receipt"] for name in names}
     lost = received - used - waiting - sorted_out - unkept
     return [f"rollout {name} had a receipt and is lost" for name in sorted(lost)]
