@@ -30,7 +30,7 @@ from ..errors import BusyError, NodeError
 from ..process.unix_sockets import ACCEPTS_AT_ONCE, BACKLOG
 from ..tasks import end_tasks
 from .figures import Curves, NodeFigures, PublicFigures
-from .http import Connections, hide_libraries, is_local, network_of
+from .http import Connections, caller_address, hide_libraries, is_local
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -321,7 +321,7 @@ class Dashboard:
         assert viewer is not None  # each connection has one
         if transport is None:
             raise ConnectionError("the viewer has gone")
-        address = network_of(transport)
+        address = caller_address(transport)
         if len(self._viewers) >= self._limits.viewers:
             counts = Counter(self._viewers.values())
             oldest = max(self._viewers, key=lambda each: counts[self._viewers[each]])

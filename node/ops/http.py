@@ -51,7 +51,7 @@ class Connections:
 
     def opened(self, transport: asyncio.Transport) -> None:
         """Count a new connection; where there are too many, one ends."""
-        self._addresses[transport] = network_of(transport)
+        self._addresses[transport] = caller_address(transport)
         self._wait(transport)
         if len(self) > self._most:
             counts = Counter(self._addresses.values())
@@ -116,7 +116,7 @@ class _Bounded(asyncio.Protocol):
         self._protocol.connection_lost(exc)
 
 
-def network_of(transport: asyncio.BaseTransport) -> str:
+def caller_address(transport: asyncio.BaseTransport) -> str:
     """Return a caller's address; of IPv6 the network of 64 bits, which one machine may have to itself."""
     name: Any = transport.get_extra_info("peername")
     address = (

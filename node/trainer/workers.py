@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Self
 
 import msgspec
 
@@ -124,6 +125,12 @@ class ChunkHolders:
     ranks: list[int] = field(default_factory=list[int])
     records: list[bytes] = field(default_factory=list[bytes])
     """Sealed peer records."""
+
+    @classmethod
+    def of(cls, records: Mapping[int, bytes]) -> Self:
+        """Make them of sealed peer records by rank."""
+        ranks = sorted(records)
+        return cls(ranks, [records[rank] for rank in ranks])
 
     def beside(self, rank: int) -> tuple[list[bytes], list[bytes]]:
         """Return the records before a rank and those after it, the nearest ones first."""
@@ -962,11 +969,8 @@ class WorkerRegistry:
                 holders = proven if self._tier(node) == Tier.MEMBER else newcomers
                 holders[worker.rank] = row.sealed
         some = random.sample(list(newcomers.items()), min(len(newcomers), MAX_NEWCOMER_SOURCES))
-        self._proven_sources = ChunkHolders(
-            sorted(proven), [proven[rank] for rank in sorted(proven)]
-        )
-        every = proven | dict(some)
-        self._sources = ChunkHolders(sorted(every), [every[rank] for rank in sorted(every)])
+        self._proven_sources = ChunkHolders.of(proven)
+        self._sources = ChunkHolders.of(proven | dict(some))
 
 
 def _unplayed(environment: EnvironmentContract, *, quarantined: bool) -> str:

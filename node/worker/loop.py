@@ -176,7 +176,7 @@ class InferenceRole:
         self._rest_until = 0.0
         """Time before which no lease is requested, in monotonic seconds."""
         self._unkept = ""
-        """Why the last finished work was not kept; empty once some is, or after a rest."""
+        """Why the last finished work was not kept; empty after a rest."""
         self._clock = GenerationClock()
 
     @property
