@@ -60,8 +60,9 @@ async def test_the_strings_that_end_replies_are_found_outside_of_the_process(
         await environment.close()
 
 
-async def test_a_request_that_comes_while_the_process_starts_waits_for_it(tmp_path: Path) -> None:
-    environment = HostedEnvironment(
+def moody() -> HostedEnvironment:
+    """An environment of the fake process, in a good mood."""
+    return HostedEnvironment(
         EnvironmentConfig(id="moody", args={"moods": "good"}),
         model_dir=None,
         seed=0,
@@ -69,6 +70,10 @@ async def test_a_request_that_comes_while_the_process_starts_waits_for_it(tmp_pa
         temperature=1.0,
         program=(sys.executable, fake.__file__),
     )
+
+
+async def test_a_request_that_comes_while_the_process_starts_waits_for_it(tmp_path: Path) -> None:
+    environment = moody()
     starting = asyncio.create_task(environment.start())
     try:
         await asyncio.sleep(0)
@@ -129,14 +134,7 @@ async def test_a_process_that_nobody_needs_ends_until_the_next_request(
 ) -> None:
     monkeypatch.setattr(hosted, "REST_S", 0.01)
     monkeypatch.setattr(hosted, "REST_STARTS", 0.0)
-    environment = HostedEnvironment(
-        EnvironmentConfig(id="moody", args={"moods": "good"}),
-        model_dir=None,
-        seed=0,
-        max_tokens=16,
-        temperature=1.0,
-        program=(sys.executable, fake.__file__),
-    )
+    environment = moody()
     try:
         await environment.start()
         first = psutil.Process().children()
@@ -168,14 +166,7 @@ async def test_processes_that_do_not_run_are_not_looked_at_again(
     monkeypatch.setattr(hosted, "GUARD_S", 0.01)
     monkeypatch.setattr(hosted, "cpu_clock", cpu_clock)
     monkeypatch.setattr(hosted.Sandbox, "overrun", noted)
-    environment = HostedEnvironment(
-        EnvironmentConfig(id="moody", args={"moods": "good"}),
-        model_dir=None,
-        seed=0,
-        max_tokens=16,
-        temperature=1.0,
-        program=(sys.executable, fake.__file__),
-    )
+    environment = moody()
     try:
         await environment.start()
         for expected in (1, 2, 3):
